@@ -516,6 +516,7 @@ def test_commands_that_start_no_run_import_no_torch(
     assert end.stderr.endswith("imported: []\n")
 
 
+@pytest.mark.slow
 def test_native_code_of_a_hub_is_neither_fetched_nor_run(ftkit: Command, tmp_path: Path) -> None:
     """bitsandbytes does so when it is imported, on some CPUs, if there is this package."""
     (tmp_path / "kernels.py").write_text("from pathlib import Path\nPath('was-run').touch()\n")

@@ -247,6 +247,7 @@ def losses(out_dir: Path) -> list[float]:
     return [row["loss"] or 0 for row in read_metrics(out_dir / "metrics.csv")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [

@@ -286,6 +286,7 @@ print(json.dumps([len(made), data.fingerprint]))
 """
 
 
+@pytest.mark.slow
 def test_of_processes_that_start_together_one_tokenises(
     file: Path, tokenizer_directory: Path
 ) -> None:

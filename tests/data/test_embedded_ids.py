@@ -84,7 +84,13 @@ def test_commands_refuse_it_without_a_traceback(
     assert says(run.stderr, TOKEN, ROWS)
 
 
-@pytest.mark.parametrize("name", ["inkling_text", "apertus1p5_text head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("inkling_text", marks=pytest.mark.matrix),
+        pytest.param("apertus1p5_text head", marks=pytest.mark.slow),
+    ],
+)
 def test_labels_beyond_the_rows_of_a_head_are_refused(
     name: str, tmp_path: Path, ftkit: Command
 ) -> None:

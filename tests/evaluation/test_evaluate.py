@@ -152,7 +152,13 @@ def test_answers_are_scored_by_rouge_l_and_a_custom_function(
 # --- Other data -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("lora", "full") else pytest.mark.matrix)
+        for name in NAMES
+    ],
+)
 def test_a_device_that_compiles_programs_for_each_shape_measures_the_same(
     ended: dict[str, Ended],
     values: Callable[..., dict[str, Any]],

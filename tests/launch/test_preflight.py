@@ -219,6 +219,7 @@ def models_here(directory: Path, **changes: Any) -> None:
 REWARD = {"architectures": ["LlamaForSequenceClassification"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "changes", "words"),
     [
@@ -361,7 +362,7 @@ def test_host_memory_is_checked_for_gpus_too(
         preflight.require_room(recipe(), CUDA, COMMAND)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_of_a_large_model_is_refused_before_its_weights_are_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -479,6 +480,7 @@ def test_auto_is_refused_where_not_even_one_sequence_fits(gpu: Gpu24GiB, key: st
         preflight.with_micro_batch(requested, Devices(accelerator="cpu", count=2))
 
 
+@pytest.mark.slow
 def test_more_ranks_and_offload_are_not_advised_where_all_is_host_memory(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(to_yaml(recipe(accelerator="cpu", precision="32-true")))
@@ -494,7 +496,7 @@ def test_the_kernels_count_of_processes_killed_for_memory_is_read(tmp_path: Path
     assert processes_killed_for_memory(tmp_path / "none") is None
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_check_finds_the_largest_micro_batch_for_the_memory(tmp_path: Path) -> None:
     """Which a smaller one need not be: sums of gradients are kept between micro-steps."""
     file = tmp_path / "recipe.yaml"

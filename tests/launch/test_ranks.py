@@ -335,12 +335,17 @@ OUT_OF_MEMORY = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2
             "training",
             marks=pytest.mark.slow,
         ),
-        ("ftkit.training.step:TrainStep.update", OUT_OF_MEMORY, "training"),
+        pytest.param(
+            "ftkit.training.step:TrainStep.update",
+            OUT_OF_MEMORY,
+            "training",
+            marks=pytest.mark.matrix,
+        ),
         pytest.param(
             "ftkit.evaluation.validation:validation_loss",
             "MemoryError()",
             "validation",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "ftkit.models.load_weights:result_weights",
@@ -488,7 +493,7 @@ if "ftkit.training.rank" not in sys.orig_argv:
     "strategy",
     [
         pytest.param("ddp", marks=pytest.mark.matrix),
-        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("fsdp", marks=pytest.mark.matrix),
     ],
 )
 def test_tasks_that_are_a_machine_each_give_the_same_results(

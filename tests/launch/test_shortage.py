@@ -33,7 +33,7 @@ def run(
 @pytest.mark.parametrize(
     ("more", "phase"),
     [
-        pytest.param(16 * MIB, "set_up", id="a file is mapped"),
+        pytest.param(16 * MIB, "set_up", id="a file is mapped", marks=pytest.mark.matrix),
         pytest.param(48 * MIB, "set_up", id="the model is made", marks=pytest.mark.matrix),
         pytest.param(120 * MIB, "training", id="the first step"),
     ],

@@ -1,5 +1,6 @@
 """The memory of a recipe is predicted without weights, downloads or a GPU."""
 
+import dataclasses
 import functools
 import io
 import json
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 from messages import key_words, says
-from tiny import make_labelled, make_llama, make_pairs, make_records
+from tiny import make_labelled, make_llama, make_pairs, make_records, make_tokenizer
+from transformers_models import make_transformers_model
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data, load_sets
@@ -38,8 +40,30 @@ from ftkit.utils.hardware import HostLimit
 MODEL = "random:pythia-14m"
 
 
-def planned(model: str = MODEL, gpu: str = "h200", **keys: object) -> Planned:
-    values = {"checkpoint_dir": model, "train.max_seq_length": 64} | {
+@functools.cache
+def shallow() -> str:
+    """The settings of pythia-14m with two of its six layers, which are simulated in half the time.
+
+    Embedding and head, which are most of it, are as large.
+    """
+    from transformers import GPTNeoXConfig
+
+    directory = Path(os.environ["FTKIT_CACHE_DIR"], "pythia")
+    GPTNeoXConfig(
+        architectures=["GPTNeoXForCausalLM"],
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=50304,
+        max_position_embeddings=512,
+    ).save_pretrained(directory)
+    make_tokenizer(directory)
+    return str(directory)
+
+
+def planned(model: str | None = None, gpu: str = "h200", **keys: object) -> Planned:
+    values = {"checkpoint_dir": model or shallow(), "train.max_seq_length": 64} | {
         key.replace("__", "."): value for key, value in keys.items()
     }
     overrides = [(key, json.dumps(value)) for key, value in values.items()]
@@ -75,7 +99,7 @@ def test_memory_grows_by_the_same_amount_with_every_layer(
 ) -> None:
     base = with_layers(read_blueprint(MODEL), 9)
     batch = largest_micro_batch(2, 64)
-    made = planned(**keys).plan
+    made = planned(MODEL, **keys).plan
     extended = simulate(base, made, batch, accumulates=False)
     monkeypatch.setattr("ftkit.planning.simulate.LEAST_DEPTH", 9)
     whole = simulate(base, made, batch, accumulates=False)
@@ -126,7 +150,8 @@ def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path:
 
 
 def test_a_plan_says_what_is_adapted_and_what_that_costs() -> None:
-    default, named = planned(lora_dropout=0), planned(lora_dropout=0, lora_query=True)
+    each: tuple[dict[str, object], ...] = ({}, {"lora_query": True})
+    default, named = (planned(MODEL, lora_dropout=0, **keys) for keys in each)
     shown, of_named = (plain_text(plan_table(found), 200) for found in (default, named))
     assert says(shown, "adapter ... all linear layers, rank 16, alpha 32")
     assert says(of_named, "adapter ... query, value, rank 8, alpha 16")
@@ -138,13 +163,14 @@ def test_a_plan_says_what_is_adapted_and_what_that_costs() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_names_experts_that_are_not_adapted() -> None:
+def test_a_plan_names_experts_that_are_not_adapted(tmp_path: Path) -> None:
     """The run does so, too; here before anything is downloaded."""
     keys = {"lora_dropout": 0, "train__max_seq_length": 16}
-    shown = plain_text(plan_table(planned("random:qwen3_moe", **keys)), 200)
+    model = str(make_transformers_model(tmp_path, "qwen3_moe"))
+    shown = plain_text(plan_table(planned(model, **keys)), 200)
     assert says(shown, "left out ... does not adapt the experts ... --lora_experts true")
-    assert planned("random:qwen3_moe", **keys, lora_query=True).left_out is None
-    assert planned("random:qwen3_moe", **keys, lora_experts=True).left_out is None
+    assert planned(model, **keys, lora_query=True).left_out is None
+    assert planned(model, **keys, lora_experts=True).left_out is None
 
 
 def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
@@ -163,11 +189,10 @@ def test_a_plan_suggests_a_name_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_quantised_weights_are_planned_where_the_gpu_has_no_bfloat16() -> None:
+def test_quantised_weights_are_planned_where_the_gpu_has_no_bfloat16(tmp_path: Path) -> None:
     """Their products are in float16: so is autocast, which takes no other 16-bit numbers."""
-    found = planned(
-        "random:gemma-3-1b-it", gpu="t4", precision="16-mixed", quantize="bnb.nf4", lora_r=4
-    )
+    model = make_transformers_model(tmp_path, "gemma3_text")
+    found = planned(str(model), gpu="t4", precision="16-mixed", quantize="bnb.nf4", lora_r=4)
     assert found.fits
 
 
@@ -191,14 +216,17 @@ def test_a_device_is_large_enough_too_small_or_too_close_to_say() -> None:
     assert fits(high, host_bytes=memory.host_low_bytes - 1) is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "part", "factor"),
     [
         ({"optimizer": "bitsandbytes.optim.AdamW8bit"}, "optimizer_state", 0.52),
         ({"memory__activation_checkpointing": True}, "activations", 0.95),
-        ({"memory__activation_checkpointing": 2}, "activations", 0.98),
+        pytest.param(
+            {"memory__activation_checkpointing": 2}, "activations", 0.98, marks=pytest.mark.matrix
+        ),
         ({"train__optimizer_in_backward": True, "train__global_batch_size": 2}, "gradients", 0.0),
-        ({"train__micro_batch_size": 1}, "activations", 0.6),
+        pytest.param({"train__micro_batch_size": 1}, "activations", 0.6, marks=pytest.mark.matrix),
         ({"devices": 2, "strategy": "fsdp"}, "parameters", 0.55),
         ({"devices": 2, "strategy": "deepspeed"}, "optimizer_state", 0.0),
     ],
@@ -207,11 +235,12 @@ def test_each_setting_saves_memory_in_its_category(
     changes: dict[str, object], part: str, factor: float
 ) -> None:
     usual = {"precision": "bf16-true", "train__micro_batch_size": 2}
-    before = planned(**usual).memory.breakdown_bytes
-    after = planned(**usual | changes).memory.breakdown_bytes
+    before = planned(MODEL, **usual).memory.breakdown_bytes
+    after = planned(MODEL, **usual | changes).memory.breakdown_bytes
     assert after[part] <= factor * before[part]  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "share"),
     [
@@ -227,6 +256,7 @@ def test_the_state_of_each_kind_of_optimizer_is_counted(optimizer: str, share: f
     assert made["optimizer_state"] / of_adamw == pytest.approx(share, abs=0.03)
 
 
+@pytest.mark.slow
 def test_micro_batch_tokens_are_planned_as_a_row_of_that_length_or_of_the_longest() -> None:
     def of_tokens(tokens: int) -> Planned:
         return planned(train__micro_batch_tokens=tokens)
@@ -244,7 +274,7 @@ def test_micro_batch_tokens_are_planned_as_a_row_of_that_length_or_of_the_longes
 def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
+    words = ["--checkpoint_dir", shallow(), "--train.max_seq_length", "64"]
     run(["plan", *words, "--train.micro_batch_tokens", "190"])
     shown = " ".join(capsys.readouterr().out.split())
     assert says(shown, "16 sequences ... 6 micro-steps of 190 tokens on 1 rank ... 1,008 tokens")
@@ -255,7 +285,7 @@ def test_a_plan_says_how_many_micro_steps_a_step_has_at_most(
     "key", ["micro_batch_size", pytest.param("micro_batch_tokens", marks=pytest.mark.matrix)]
 )
 def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [("checkpoint_dir", MODEL), ("train.max_seq_length", "64"), (f"train.{key}", "auto")]
+    keys = [("checkpoint_dir", shallow()), ("train.max_seq_length", "64"), (f"train.{key}", "auto")]
     found = plan_files((), keys)
     assert found.gpu and found.gpu.name == HOST and found.fits
     assert found.micro_batch.full == (16 if key == "micro_batch_size" else 16 * 63)
@@ -265,12 +295,13 @@ def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.M
     assert smaller.fits and smaller.micro_batch.full < found.micro_batch.full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "method"),
     [
         ([MODEL], "lora"),
-        (["finetune_full", MODEL], "full"),
-        (["finetune", MODEL], "lora"),
+        pytest.param(["finetune_full", MODEL], "full", marks=pytest.mark.matrix),
+        pytest.param(["finetune", MODEL], "lora", marks=pytest.mark.matrix),
         (["full.yaml"], "full"),
         (["full.yaml", "--lora_r", "4"], "lora"),
         (["finetune", "full.yaml"], "lora"),
@@ -311,11 +342,12 @@ def test_a_mistake_in_one_of_several_plans_names_it_and_all_keys_of_it(tmp_path:
         run(["plan", str(sweep), str(tmp_path / "lora.yaml")])
 
 
+@pytest.mark.slow
 def test_without_a_gpu_a_plan_is_for_the_cpu_and_its_host_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ftkit.recipe.devices.Path.exists", lambda _: False)
-    words = ["plan", MODEL, "--train.max_seq_length", "64", "--devices", "2"]
+    words = ["plan", shallow(), "--train.max_seq_length", "64", "--devices", "2"]
     assert run(words) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "devices 2 x CPU, ddp" in shown and "of host memory for each rank" in shown
@@ -331,13 +363,14 @@ def test_a_recipe_that_cannot_run_here_is_refused_with_how_to_plan_it_elsewhere(
     keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftkit.recipe.devices._asked_once", lambda: Cuda(torch="2", error="none"))
-    words = [MODEL, "--train.max_seq_length", "64", *keys]
+    words = [shallow(), "--train.max_seq_length", "64", *keys]
     monkeypatch.setattr("ftkit.recipe.kernels.has_liger", lambda: True)
     with pytest.raises(UserError, match=r"(?s)CUDA|cuda.*--gpu a100-80gb"):
         run(["plan", *words])
     assert run(["plan", *words, "--gpu", "80GiB"]) == 0
 
 
+@pytest.mark.slow
 def test_a_smaller_micro_batch_is_the_first_advice() -> None:
     keys: dict[str, object] = {"precision": "bf16-true", "train__micro_batch_tokens": 1000}
     high_bytes = planned(**keys).memory.high_bytes
@@ -352,12 +385,13 @@ def test_a_smaller_micro_batch_is_the_first_advice() -> None:
     assert key == "train.micro_batch_tokens" and 63 < int(tokens) < 1000 and int(tokens) % 128 == 0
 
 
+@pytest.mark.slow
 def test_a_plan_says_in_which_form_a_base_is_published_and_what_becomes_of_it(
     tmp_path: Path,
 ) -> None:
     settings = json.loads((make_llama(tmp_path) / "config.json").read_text())
     settings |= {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256}
-    settings |= {"num_hidden_layers": 8, "dtype": "bfloat16"}
+    settings |= {"num_hidden_layers": 3, "dtype": "bfloat16"}
     form = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     kept = form | {"modules_to_not_convert": ["mlp"]}
     found = {}
@@ -395,6 +429,7 @@ def test_a_plan_says_in_which_form_a_base_is_published_and_what_becomes_of_it(
     assert change.overrides == (("quantize", "stored"),)
 
 
+@pytest.mark.slow
 def test_offloaded_tensors_are_in_host_memory() -> None:
     device = planned(devices=2, strategy="fsdp").memory
     host = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
@@ -402,6 +437,7 @@ def test_offloaded_tensors_are_in_host_memory() -> None:
     assert host.host_bytes - device.host_bytes == sum(host.offloaded_bytes.values()) > 0
 
 
+@pytest.mark.slow
 def test_copies_of_a_model_on_several_nodes_need_what_the_ranks_of_one_node_need() -> None:
     keys = {"devices": 2, "strategy": "fsdp"}
     one = planned(**keys).memory
@@ -409,14 +445,15 @@ def test_copies_of_a_model_on_several_nodes_need_what_the_ranks_of_one_node_need
     assert both.breakdown_bytes == one.breakdown_bytes
 
 
+@pytest.mark.slow
 def test_inputs_of_checkpointed_blocks_are_in_host_memory_instead() -> None:
     """There are 6 blocks, 128 wide; 4 sequences of 63 positions, in page-locked memory.
 
     The inputs of the last two blocks stay on the device too.
     """
     keys = {"memory__activation_checkpointing": True, "train__micro_batch_size": 4}
-    device = planned(precision="32-true", **keys).memory
-    host = planned(precision="32-true", **keys, memory__offload_activations=True).memory
+    device = planned(MODEL, precision="32-true", **keys).memory
+    host = planned(MODEL, precision="32-true", **keys, memory__offload_activations=True).memory
     one = 4 * 63 * 128 * 4
     assert host.offloaded_bytes == {"activations": 6 * 2 ** math.ceil(math.log2(one))}
     saved = device.breakdown_bytes["activations"] - host.breakdown_bytes["activations"]
@@ -424,6 +461,7 @@ def test_inputs_of_checkpointed_blocks_are_in_host_memory_instead() -> None:
     assert host.host_bytes - device.host_bytes == host.offloaded_bytes["activations"]
 
 
+@pytest.mark.slow
 def test_rows_in_page_locked_host_memory_take_powers_of_two() -> None:
     keys = {"devices": 3, "strategy": "fsdp", "strategy__cpu_offload": True}
     memory = planned(**keys, precision="32-true").memory
@@ -447,6 +485,7 @@ def test_steps_are_known_where_the_data_is(tmp_path: Path) -> None:
     assert planned(train__max_steps=7).steps == 7
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_the_reference_of_pairs_costs(tmp_path: Path) -> None:
     file = tmp_path / "pairs.json"
     file.write_text(json.dumps(make_pairs(20)))
@@ -478,6 +517,7 @@ def test_a_plan_says_what_the_reference_of_pairs_costs(tmp_path: Path) -> None:
     assert planned().reference is None
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_passes_of_kto_on_mismatched_sequences(tmp_path: Path) -> None:
     file = tmp_path / "labelled.json"
     records = [
@@ -492,9 +532,10 @@ def test_a_plan_counts_the_passes_of_kto_on_mismatched_sequences(tmp_path: Path)
     assert says(plain_text(plan_table(found), 200), "reference ... two more ... one of the model")
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_teacher_costs() -> None:
     keys: dict[str, object] = {"objective": "distill", "lora_query": True, "precision": "bf16-true"}
-    found = planned(**keys, teacher=MODEL, gpu="600MiB")
+    found = planned(**keys, teacher=shallow(), gpu="600MiB")
     teacher = found.beside
     assert teacher is not None and (teacher.key, teacher.name) == ("teacher", found.base_model)
     assert teacher.parameters == found.memory.parameters - found.memory.trained_parameters
@@ -505,10 +546,11 @@ def test_a_plan_says_what_a_teacher_costs() -> None:
     assert teacher.more_fraction == pytest.approx(0.5, abs=0.02)
     shown = plain_text(plan_table(found), 200)
     assert found.fits is False and says(shown, "does not fit ... of it for ... the teacher")
-    assert says(shown, f"pythia-14m, {teacher.parameters:,} parameters", "more operations")
+    assert says(shown, f"pythia, {teacher.parameters:,} parameters", "more operations")
     assert found.as_dict()["beside"]["rank_bytes"] == teacher.rank_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_counts_a_share_of_a_teacher_that_is_sharded_beside_a_whole_student() -> None:
     keys: dict[str, object] = {"objective": "distill", "lora_query": True, "precision": "bf16-true"}
     keys |= {"teacher": "random:pythia-410m", "devices": 4, "strategy": "ddp"}
@@ -521,9 +563,7 @@ def test_a_plan_counts_a_share_of_a_teacher_that_is_sharded_beside_a_whole_stude
     assert whole.memory.peak_bytes - sharded.memory.peak_bytes > saved / 2
 
     size = f"{(whole.least_bytes + sharded.memory.high_bytes) // 2**21}MiB"
-    whole, sharded = (
-        planned(gpu=size, **keys, memory__shard_model_beside=value) for value in (False, True)
-    )
+    whole, sharded = (dataclasses.replace(one, gpu=find_gpu(size)) for one in (whole, sharded))
     assert whole.fits is False and sharded.fits
 
     def attempt(changed: Sequence[Override]) -> Planned:
@@ -535,11 +575,12 @@ def test_a_plan_counts_a_share_of_a_teacher_that_is_sharded_beside_a_whole_stude
     assert only.overrides == (("memory.shard_model_beside", "true"),)
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_reference_in_every_step_costs(tmp_path: Path) -> None:
     file = tmp_path / "labelled.json"
     file.write_text(json.dumps(make_labelled(20)))
     data = {"data": "JSON", "data__json_path": str(file), "precision": "bf16-true"}
-    found = planned(objective="kto", reference=MODEL, gpu="200MiB", **data)
+    found = planned(objective="kto", reference=shallow(), gpu="200MiB", **data)
     beside = found.beside
     assert beside is not None and (beside.key, beside.name) == ("reference", found.base_model)
     assert beside.parameters == found.memory.parameters
@@ -591,7 +632,7 @@ def test_data_are_read_with_the_access_token_of_the_recipe(
     if before is not None:
         monkeypatch.setenv("HF_TOKEN", before)
     monkeypatch.setattr("ftkit.planning.predict.sequence_length", read)
-    keys = [("checkpoint_dir", MODEL), ("train.max_seq_length", "64")]
+    keys = [("checkpoint_dir", shallow()), ("train.max_seq_length", "64")]
     plan_files((), [*keys, ("access_token", "hf_secret")])
     assert tokens == ["hf_secret"]
     assert os.environ.get("HF_TOKEN") == before
@@ -639,18 +680,20 @@ def test_a_gpu_offers_a_little_less_than_its_name_says(name: str) -> None:
     assert GPUS[name].float8 == (not name.startswith(without))
 
 
+@pytest.mark.slow
 def test_float8_is_only_planned_for_gpus_that_have_it() -> None:
-    words = ["plan", "finetune_full", "--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
+    words = ["plan", "finetune_full", "--checkpoint_dir", shallow(), "--train.max_seq_length", "64"]
     words += ["--float8", "true", "--precision", "bf16-true"]
     assert run([*words, "--gpu", "l4"]) == 0
     with pytest.raises(UserError, match=key_words("float8 is true ... a100-40gb")):
         run([*words, "--gpu", "a100-40gb"])
 
 
+@pytest.mark.slow
 def test_json_is_all_that_is_written_and_the_exit_code_says_whether_it_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["plan", "--checkpoint_dir", MODEL, "--train.max_seq_length", "64", "--format", "json"]
+    words = ["plan", shallow(), "--train.max_seq_length", "64", "--format", "json"]
     assert run([*words, "--gpu", "t4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True and found["gpu"] == "t4"
@@ -662,8 +705,9 @@ def test_json_is_all_that_is_written_and_the_exit_code_says_whether_it_fits(
     assert here["fits"] is True and (here["gpu"], here["accelerator"]) == (HOST, "cpu")
 
 
+@pytest.mark.slow
 def test_several_plans_are_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--checkpoint_dir", MODEL, "--train.max_seq_length", "64"]
+    words = ["plan", "--checkpoint_dir", shallow(), "--train.max_seq_length", "64"]
     assert run([*words, "--sweep", "train.micro_batch_size=1,2", "--gpu", "t4"]) == 0
     table = capsys.readouterr().out
     assert "micro_batch_size 1" in table and "micro_batch_size 2" in table
@@ -671,10 +715,11 @@ def test_several_plans_are_one_table(capsys: pytest.CaptureFixture[str]) -> None
     assert "next:" not in table
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sweep_are_planned_with_the_keys_for_all_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(f"checkpoint_dir: {MODEL}\nseed: 2")
+    (tmp_path / "recipe.yaml").write_text(f"checkpoint_dir: {shallow()}\nseed: 2")
     sweep = tmp_path / "sweep.yaml"
     sweep.write_text(
         "runs:\n"
@@ -740,6 +785,7 @@ def of(data: str) -> dict[str, object]:
     return {"data": "JSON", "data__json_path": data}
 
 
+@pytest.mark.slow
 def test_lora_of_a_model_with_a_long_context_fits_where_its_samples_are_short(
     short_data: str,
 ) -> None:
@@ -760,7 +806,15 @@ def test_a_plan_is_for_the_longest_sample_that_training_makes(
     made = load_data(data, base.tokenizer, 512)
     found = sequence_length(data, base, None)
     assert (found.source, found.tokens) == ("data", 512) == ("data", made.train.lengths.max() + 1)
-    words = ["plan", "--checkpoint_dir", MODEL, "--data", "JSON", "--data.json_path", short_data]
+    words = [
+        "plan",
+        "--checkpoint_dir",
+        shallow(),
+        "--data",
+        "JSON",
+        "--data.json_path",
+        short_data,
+    ]
     assert run(words) == 0
     assert " tokens: the longest sample" in capsys.readouterr().out
 
@@ -907,6 +961,7 @@ def test_shorter_samples_are_the_last_advice_and_warn_of_their_effect(long_data:
     assert only.title == "samples cut to 128 tokens, which changes training"
 
 
+@pytest.mark.slow
 def test_fit_names_updates_in_the_backward_pass_where_they_are_enough() -> None:
     one: dict[str, object] = {
         "precision": "bf16-true",
@@ -932,12 +987,12 @@ def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
     capsys: pytest.CaptureFixture[str], long_data: str
 ) -> None:
     # Activations take most of it, also those that the one long sample needs for certain.
-    model = "random:tiny-llama-1.1b"
+    model = shallow()
     keys = ["finetune_full", "--checkpoint_dir", model]
-    keys += ["--train.max_seq_length", "2048", "--precision", "32-true"]
+    keys += ["--train.max_seq_length", "512", "--precision", "32-true"]
     keys += ["--data", "JSON", "--data.json_path", long_data]
     keys += ["--train.micro_batch_size", "8", "--train.global_batch_size", "8"]
-    values: dict[str, object] = {"checkpoint_dir": model, "train__max_seq_length": 2048}
+    values: dict[str, object] = {"train__max_seq_length": 512}
     values |= {"train__micro_batch_size": 8, "train__global_batch_size": 8} | of(long_data)
     needed = planned(gpu="100MiB", precision="32-true", **values).least_bytes
     size = f"{needed * 0.95 / 2**20:.0f}MiB"
@@ -987,7 +1042,7 @@ def test_several_changes_are_combined_where_one_is_not_enough(long_data: str) ->
         return plan_files(
             (),
             [
-                ("checkpoint_dir", MODEL),
+                ("checkpoint_dir", shallow()),
                 ("train.max_seq_length", "64"),
                 ("precision", "32-true"),
                 ("train.micro_batch_size", "1"),
@@ -1002,6 +1057,7 @@ def test_several_changes_are_combined_where_one_is_not_enough(long_data: str) ->
     assert changes and changes[-1].planned.fits is not False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "words", "following"),
     [
@@ -1016,6 +1072,7 @@ def test_a_plan_ends_with_the_next_command(
     assert capsys.readouterr().out.endswith(f"\nnext:\n  {following.format(MODEL)}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["80GiB", "1MiB"])
 def test_the_next_command_keeps_what_was_said_about_a_foreign_file(
     gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -1032,10 +1089,11 @@ def test_the_next_command_keeps_what_was_said_about_a_foreign_file(
 
 
 def test_a_quiet_plan_prints_no_next_command(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["plan", MODEL, "--train.max_seq_length", "64", "--gpu", "80GiB", "--quiet"])
+    run(["plan", shallow(), "--train.max_seq_length", "64", "--gpu", "80GiB", "--quiet"])
     assert "next:" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fit_needs_one_plan() -> None:
     with pytest.raises(UserError, match="--gpu a100-80gb --fit"):
-        run(["plan", "--checkpoint_dir", MODEL, "--fit", "--sweep", "lora_r=4,8"])
+        run(["plan", "--checkpoint_dir", shallow(), "--fit", "--sweep", "lora_r=4,8"])

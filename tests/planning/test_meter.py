@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from orders import make_elastic_order
-from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, write_job
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, chosen, write_job
 from runs import run_ranks
 from tiny import make_data, make_llama
 
@@ -40,6 +40,18 @@ if HAS_DEEPSPEED:
     TWO_RANKS["deepspeed"] = Case("deepspeed", "full", "bf16-mixed", changes=(CHECKPOINTED,))
 
 
+LOOKED_AT = (
+    "full",
+    "full, checkpointed",
+    "lora, bf16-mixed",
+    "qlora",
+    "qlora, 8 bits",
+    "ddp",
+    "fsdp, checkpointed",
+)
+"""What single tests look at; the others repeat these in the matrix."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """Measurements of one rank of a run, and those of the profiler."""
@@ -58,7 +70,10 @@ class Measured:
         return [getattr(self.memory.moments_bytes, f.name) for f in dataclasses.fields(StepMoments)]
 
 
-def measure(world_size: int, cases: dict[str, Case], directory: Path) -> dict[str, list[Measured]]:
+Found = dict[str, list[Measured]]
+
+
+def measure(world_size: int, cases: dict[str, Case], directory: Path) -> Found:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
     base = make_llama(directory / "base", **sizes)
     data = make_data(directory / "records.json")
@@ -82,14 +97,20 @@ def measure(world_size: int, cases: dict[str, Case], directory: Path) -> dict[st
     }
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
-    return measure(1, SINGLE, tmp_path_factory.mktemp("single"))
+def needed(cases: dict[str, Case], request: pytest.FixtureRequest) -> dict[str, Case]:
+    """Those that the selected tests look at."""
+    names = {params["measured"] for params in chosen(request, test_nearly_every_byte_is_attributed)}
+    return {name: case for name, case in cases.items() if name in {*names, *LOOKED_AT}}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]:
-    return measure(2, TWO_RANKS, tmp_path_factory.mktemp("two"))
+def single(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found:
+    return measure(1, needed(SINGLE, request), tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Found:
+    return measure(2, needed(TWO_RANKS, request), tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture
@@ -102,15 +123,22 @@ def measured(request: pytest.FixtureRequest) -> list[Measured]:
 
 every_case = pytest.mark.parametrize(
     "measured",
-    [*SINGLE, *(pytest.param(n, marks=pytest.mark.slow) for n in TWO_RANKS)],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LOOKED_AT else pytest.mark.matrix)
+        for name in (*SINGLE, *TWO_RANKS)
+    ],
     indirect=True,
 )
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_the_peak_equals_the_bytes_that_the_allocator_hands_out(
-    single: dict[str, list[Measured]], name: str
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LOOKED_AT else pytest.mark.matrix)
+        for name in SINGLE
+    ],
+)
+def test_the_peak_equals_the_bytes_that_the_allocator_hands_out(single: Found, name: str) -> None:
     """One rank only: the profiler does not see what threads of gloo free."""
     (run,) = single[name]
     assert run.witness
@@ -145,8 +173,9 @@ def numbers(report: Report) -> tuple[int, int]:
     return resolved.parameters, resolved.trainable_parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full", "full, checkpointed", "lora, bf16-mixed"])
-def test_each_category_equals_a_count_by_hand(single: dict[str, list[Measured]], name: str) -> None:
+def test_each_category_equals_a_count_by_hand(single: Found, name: str) -> None:
     (run,) = single[name]
     parameters, trained = numbers(run.report)
     before, after_forward, after_backward, after_optimizer = run.moments
@@ -158,8 +187,9 @@ def test_each_category_equals_a_count_by_hand(single: dict[str, list[Measured]],
     assert after_forward.activations > 100 * before.activations
 
 
+@pytest.mark.slow
 def test_computing_again_trades_activations_for_temporaries(
-    single: dict[str, list[Measured]],
+    single: Found,
 ) -> None:
     (plain,), (again,) = single["full"], single["full, checkpointed"]
     _, kept, _, _ = plain.moments
@@ -171,7 +201,8 @@ def test_computing_again_trades_activations_for_temporaries(
     assert again.report.loss == plain.report.loss
 
 
-def test_packed_weights_and_their_scales_are_parameters(single: dict[str, list[Measured]]) -> None:
+@pytest.mark.slow
+def test_packed_weights_and_their_scales_are_parameters(single: Found) -> None:
     (four,), (eight,), (whole,) = (
         single[n] for n in ("qlora", "qlora, 8 bits", "lora, bf16-mixed")
     )
@@ -181,7 +212,7 @@ def test_packed_weights_and_their_scales_are_parameters(single: dict[str, list[M
 
 
 @pytest.mark.slow
-def test_a_rank_of_fsdp_holds_its_share(two_ranks: dict[str, list[Measured]]) -> None:
+def test_a_rank_of_fsdp_holds_its_share(two_ranks: Found) -> None:
     for rank in two_ranks["fsdp, checkpointed"]:
         parameters, _ = numbers(rank.report)
         before, _, after_backward, _ = rank.moments
@@ -191,7 +222,7 @@ def test_a_rank_of_fsdp_holds_its_share(two_ranks: dict[str, list[Measured]]) ->
 
 
 @pytest.mark.slow
-def test_buckets_of_ddp_stay_between_steps(two_ranks: dict[str, list[Measured]]) -> None:
+def test_buckets_of_ddp_stay_between_steps(two_ranks: Found) -> None:
     for rank in two_ranks["ddp"]:
         parameters, _ = numbers(rank.report)
         assert rank.moments[-1].gradients == 4 * parameters

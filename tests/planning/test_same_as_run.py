@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from runs import WITHOUT_EVALUATION, Run, command_of
 from tiny import make_records
+from warm import PREDICTS
 
 from ftkit.cli.app import run
 from ftkit.runs.report.report import read_report
@@ -33,17 +34,26 @@ CASES: dict[str, dict[str, object]] = {
     "fsdp": TWO | {"strategy": "fsdp", "command": "finetune_full"},
 }
 WEIGHTED = "weights of records"
+OFTEN = ("LoRA", "full, accumulated, cut", "fsdp", WEIGHTED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, WEIGHTED])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in OFTEN else pytest.mark.matrix)
+        for case in (*CASES, WEIGHTED)
+    ],
+)
 def test_plan_and_report_give_the_same_peak(
     start: Callable[..., AbstractContextManager[Run]],
     common: list[str],
     tmp_path: Path,
     case: str,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(PREDICTS, "yes")
     changes = CASES.get(case, {})
     if case == WEIGHTED:
         data = tmp_path / "weighted.json"

@@ -1,7 +1,8 @@
 """Predicted memory equals that of real runs: all tensors of a rank, counted one by one."""
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -222,14 +223,18 @@ def assert_predicted_within_2_percent(
     assert not wrong
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(SINGLE, id="usual settings"),
-        pytest.param(MORE_SINGLE, id="others", marks=pytest.mark.matrix),
-    ],
-)
+def usual_and_others(usual: list[Case], others: list[Case]) -> pytest.MarkDecorator:
+    """Parameters of a test: the cases outside the matrix, and those in it."""
+    return pytest.mark.parametrize(
+        "cases",
+        [
+            pytest.param(usual, id="usual settings", marks=pytest.mark.slow),
+            pytest.param(others, id="others", marks=pytest.mark.matrix),
+        ],
+    )
+
+
+@usual_and_others(SINGLE, MORE_SINGLE)
 def test_the_peak_of_a_step_on_one_device_is_predicted_within_2_percent(
     cases: list[Case], tmp_path: Path
 ) -> None:
@@ -251,7 +256,9 @@ def test_the_peak_of_a_rank_among_several_is_predicted_within_2_percent(
     assert_predicted_within_2_percent(tmp_path, 2, cases)
 
 
-def of_types(strategy: str, precision: str, *changes: tuple[str, Any]) -> list[Case]:
+def of_types(
+    strategy: str, precision: str, *changes: tuple[str, Any], types: Iterable[str] = TYPES
+) -> list[Case]:
     """Cases of the types of adapters beside LoRA; lora_dropout is as it is without the key."""
     return [
         Case(
@@ -264,13 +271,22 @@ def of_types(strategy: str, precision: str, *changes: tuple[str, Any]) -> list[C
                 *changes,
             ),
         )
-        for options in TYPES.values()
+        for options in map(TYPES.__getitem__, types)
     ]
 
 
-@pytest.mark.slow
-def test_the_peak_with_other_adapters_is_predicted_within_2_percent(tmp_path: Path) -> None:
-    assert_predicted_within_2_percent(tmp_path, 1, of_types("single", "32-true", WHOLE_BATCH))
+@pytest.mark.parametrize(
+    "types",
+    [
+        pytest.param(("oft", "ia3"), marks=pytest.mark.slow),
+        pytest.param(tuple({*TYPES} - {"oft", "ia3"}), id="others", marks=pytest.mark.matrix),
+    ],
+)
+def test_the_peak_with_other_adapters_is_predicted_within_2_percent(
+    types: tuple[str, ...], tmp_path: Path
+) -> None:
+    cases = of_types("single", "32-true", WHOLE_BATCH, types=types)
+    assert_predicted_within_2_percent(tmp_path, 1, cases)
 
 
 @pytest.mark.matrix
@@ -312,16 +328,22 @@ FLOAT8 = ("float8", True)
 QAT = (("qat.weights", "int4"), ("qat.activations", "int8"))
 
 
-@pytest.mark.slow
-def test_the_peak_of_rounded_products_is_predicted_within_2_percent(tmp_path: Path) -> None:
-    cases = [
-        Case("single", "full", "32-true", (WHOLE_BATCH, FLOAT8)),
-        Case("single", "full", "bf16-true", (FLOAT8, CHECKPOINTED)),
-        Case("single", "full", "bf16-mixed", (WHOLE_BATCH, FLOAT8)),
-        Case("single", "full", "32-true", (WHOLE_BATCH, *QAT)),
-        Case("single", "full", "bf16-true", (*QAT, CHECKPOINTED)),
-        Case("single", "full", "bf16-mixed", (WHOLE_BATCH, *QAT)),
-    ]
+ROUNDED = [
+    Case("single", "full", "bf16-true", (FLOAT8, CHECKPOINTED)),
+    Case("single", "full", "32-true", (WHOLE_BATCH, *QAT)),
+]
+MORE_ROUNDED = [
+    Case("single", "full", "32-true", (WHOLE_BATCH, FLOAT8)),
+    Case("single", "full", "bf16-mixed", (WHOLE_BATCH, FLOAT8)),
+    Case("single", "full", "bf16-true", (*QAT, CHECKPOINTED)),
+    Case("single", "full", "bf16-mixed", (WHOLE_BATCH, *QAT)),
+]
+
+
+@usual_and_others(ROUNDED, MORE_ROUNDED)
+def test_the_peak_of_rounded_products_is_predicted_within_2_percent(
+    cases: list[Case], tmp_path: Path
+) -> None:
     assert_predicted_within_2_percent(tmp_path, 1, cases)
 
 
@@ -337,15 +359,16 @@ def test_the_peak_of_rounded_products_on_several_ranks_is_predicted_within_2_per
 OF_PAIRS = (("objective", "dpo"), *PAIRS)
 
 
-@pytest.mark.slow
-def test_the_peak_of_preference_pairs_with_their_reference_is_predicted_within_2_percent(
-    tmp_path: Path,
-) -> None:
-    cases = [
-        Case("single", "lora", "32-true", (*OF_PAIRS, WHOLE_BATCH)),
+@usual_and_others(
+    [Case("single", "lora", "32-true", (*OF_PAIRS, WHOLE_BATCH))],
+    [
         Case("single", "lora", "bf16-mixed", (*OF_PAIRS, CHECKPOINTED)),
         Case("single", "full", "bf16-true", OF_PAIRS),
-    ]
+    ],
+)
+def test_the_peak_of_preference_pairs_with_their_reference_is_predicted_within_2_percent(
+    cases: list[Case], tmp_path: Path
+) -> None:
     assert_predicted_within_2_percent(tmp_path, 1, cases)
 
 
@@ -519,16 +542,19 @@ EXPERTS = (
 )
 
 
-@pytest.mark.slow
-def test_the_peak_of_a_step_through_quantised_experts_is_predicted_within_2_percent(
-    tmp_path: Path,
-) -> None:
-    cases = [
-        Case("single", "lora", "bf16-true", (EXPERTS[0], WHOLE_BATCH)),
+@usual_and_others(
+    [
         Case("single", "lora", "32-true", (*EXPERTS, CHECKPOINTED)),
-        Case("single", "lora", "bf16-mixed", (("quantize", "bnb.int8"), *EXPERTS[1:])),
         Case("single", "full", "bf16-true", (WHOLE_BATCH,)),
-    ]
+    ],
+    [
+        Case("single", "lora", "bf16-true", (EXPERTS[0], WHOLE_BATCH)),
+        Case("single", "lora", "bf16-mixed", (("quantize", "bnb.int8"), *EXPERTS[1:])),
+    ],
+)
+def test_the_peak_of_a_step_through_quantised_experts_is_predicted_within_2_percent(
+    cases: list[Case], tmp_path: Path
+) -> None:
     assert_predicted_within_2_percent(tmp_path, 1, cases, make_experts)
 
 
@@ -570,16 +596,20 @@ STORED_MODELS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", STORED_MODELS)
+@usual_and_others(
+    [Case("single", "lora", "32-true", STORED)],
+    [Case("single", "lora", "bf16-true", (STORED[0], WHOLE_BATCH))],
+)
+@pytest.mark.parametrize(
+    "form", ["MXFP4", "FP8, experts", pytest.param("FP8", marks=pytest.mark.matrix)]
+)
 def test_the_peak_of_a_step_on_stored_weights_is_predicted_within_2_percent(
-    form: str, tmp_path: Path
+    cases: list[Case], form: str, tmp_path: Path
 ) -> None:
-    experts = (("lora_experts", True), ("lora_dropout", 0)) if form != "FP8" else ()
-    cases = [
-        Case("single", "lora", "bf16-true", (STORED[0], WHOLE_BATCH)),
-        Case("single", "lora", "32-true", (*STORED, *experts)),
-    ]
+    (case,) = cases
+    if form != "FP8" and case.precision == "32-true":
+        experts = (("lora_experts", True), ("lora_dropout", 0))
+        cases = [dataclasses.replace(case, changes=(*case.changes, *experts))]
     assert_predicted_within_2_percent(tmp_path, 1, cases, STORED_MODELS[form])
 
 

@@ -29,6 +29,7 @@ def plan(optimizer: str, strategy: str) -> None:
     make_plan(recipe, MACHINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES.names)
 def test_what_a_strategy_cannot_run_is_refused_with_what_works(strategy: str) -> None:
     for optimizer, traits in OPTIMIZERS.items():

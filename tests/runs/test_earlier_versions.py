@@ -30,6 +30,16 @@ RUNS = [name for name in RUNS if (EARLIER / name / "recipe.yaml").is_file()]
 STOPPED = [name for name in RUNS if (EARLIER / name / "checkpoints").is_dir()]
 NAMES = [pytest.param(name, id=name.replace("/", "-")) for name in RUNS]
 
+OF_EACH_VERSION = ("7440d45/lora-dropout-single", "18499ae/lora-ddp", "ff71ef0/full-fsdp")
+"""A stopped run of each, between them of every kind; the others repeat them."""
+STOPPED_CASES = [
+    pytest.param(
+        name,
+        id=name.replace("/", "-"),
+        marks=pytest.mark.slow if name in OF_EACH_VERSION else pytest.mark.matrix,
+    )
+    for name in STOPPED
+]
 OTHERS = [
     ("fsdp", 2),
     pytest.param("ddp", 2, marks=pytest.mark.matrix),
@@ -104,13 +114,14 @@ def assert_goes_on(
     return ended.stdout
 
 
-@pytest.mark.parametrize("name", STOPPED, ids=lambda name: name.replace("/", "-"))
+@pytest.mark.parametrize("name", STOPPED_CASES)
 def test_a_stopped_run_continues_with_the_losses_of_its_own_version(
     ftkit: Command, place: Path, name: str
 ) -> None:
     assert_goes_on(ftkit, place, name, "single", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("commit", COMMITS)
 def test_a_run_that_adapts_fewer_layers_by_default_continues_with_its_own_command(
     ftkit: Command, place: Path, commit: str, monkeypatch: pytest.MonkeyPatch
@@ -131,9 +142,8 @@ def test_a_run_that_adapts_fewer_layers_by_default_continues_with_its_own_comman
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "devices"), OTHERS)
-@pytest.mark.parametrize("name", STOPPED, ids=lambda name: name.replace("/", "-"))
+@pytest.mark.parametrize("name", STOPPED_CASES)
 def test_it_continues_under_another_strategy(
     ftkit: Command, place: Path, name: str, strategy: str, devices: int
 ) -> None:

@@ -488,25 +488,28 @@ def layout(strategy: str) -> dict[str, object]:
     return {"strategy": strategy, "devices": 2}
 
 
-def both_ways(directory: Path, common: list[str], strategy: str) -> tuple[Sessions, Path]:
+def both_ways(
+    directory: Path, common: list[str], strategy: str, steps: int = LAST
+) -> tuple[Sessions, Path]:
     """A run on two ranks, and one under way that is to become the same."""
-    whole = Sessions(directory, common, "whole", **layout(strategy))
+    keys = layout(strategy) | {"train__max_steps": steps}
+    whole = Sessions(directory, common, "whole", **keys)
     assert whole.run(whole.first_words()).code == 0
-    return Sessions(directory, common, **layout(strategy)), whole.out_dir
+    return Sessions(directory, common, **keys), whole.out_dir
 
 
 @pytest.mark.parametrize(
     ("strategy", "number"),
     [
-        pytest.param("ddp", CTRL_C, marks=pytest.mark.matrix),
+        pytest.param("ddp", CTRL_C, marks=pytest.mark.slow),
         pytest.param("fsdp", SIGTERM, marks=pytest.mark.matrix),
-        pytest.param("deepspeed", SIGHUP, marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param("deepspeed", SIGHUP, marks=[needs_deepspeed, pytest.mark.matrix]),
     ],
 )
 def test_ranks_that_a_signal_ended_continue_exactly(
     common: list[str], tmp_path: Path, strategy: str, number: int
 ) -> None:
-    run, whole = both_ways(tmp_path, common, strategy)
+    run, whole = both_ways(tmp_path, common, strategy, steps=20)
     assert_saved(run.stopped_in_training(run.first_words(), number, group=True), number, run.store)
     assert not [problem for s in run.store.steps() for problem in run.store.verify(s)]
     if strategy == "fsdp":
@@ -521,7 +524,7 @@ def torchrun(words: list[str]) -> list[str]:
     return [*launcher, "--nproc_per_node", "2", "-m", "ftkit", *words]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_goes_from_torchrun_to_torchrun_to_the_plain_command(
     common: list[str], tmp_path: Path
 ) -> None:
@@ -755,7 +758,7 @@ def test_a_terminal_that_goes_away_ends_the_run_with_its_state_saved(
 # --- W&B ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_wandb_continues_its_run_and_has_every_step_once(common: list[str], tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     run = Sessions(tmp_path, common, logger_name="wandb")

@@ -38,9 +38,17 @@ def test_the_numbers_above_the_list_are_those_of_its_rows(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_models_do_what_the_list_says() -> None:
-    found = lines("llama", "gpt2", "mixtral", "mamba", "hy_v4")
-    assert len(found) == 5
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("mixtral", "mamba"),
+        pytest.param(("llama", "gpt2", "hy_v4"), marks=pytest.mark.matrix),
+    ],
+    ids=["an adapted mixture, and a model that is none of attention", "others"],
+)
+def test_models_do_what_the_list_says(names: tuple[str, ...]) -> None:
+    found = lines(*names)
+    assert len(found) == len(names)
     assert all(line in TEXT for line in found)
 
 

@@ -66,6 +66,7 @@ def test_every_row_names_its_source_and_a_program_and_stands_once(published: Any
         assert dataclasses.asdict(row)["measure"] in ("allocated", "reserved")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "less", "more"),
     [
@@ -74,16 +75,25 @@ def test_every_row_names_its_source_and_a_program_and_stands_once(published: Any
             {"rank": 4, "dropout": 0.1, "micro_batches": 2},
             {"rank": 4, "dropout": 0.1, "micro_batches": 2, "layers": "all"},
         ),
-        ("litgpt-full", {"micro_batches": 1}, {"micro_batches": 2}),
-        ("transformers-trainer", {"mode": "qlora"}, {"mode": "qlora-float32"}),
+        pytest.param(
+            "litgpt-full", {"micro_batches": 1}, {"micro_batches": 2}, marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            "transformers-trainer",
+            {"mode": "qlora"},
+            {"mode": "qlora-float32"},
+            marks=pytest.mark.matrix,
+        ),
         ("transformers-trainer", {"mode": "lora"}, {"mode": "full"}),
         (
             "transformers-peft",
             {"method": "LoraConfig", "config": {"r": 4, "target_modules": ["q_proj"]}},
             {"method": None, "config": {}},
         ),
-        ("torchtune", {"rank": 4, "quantize": True}, {"rank": 4}),
-        ("torchtune", {"in_backward": True}, {}),
+        pytest.param(
+            "torchtune", {"rank": 4, "quantize": True}, {"rank": 4}, marks=pytest.mark.matrix
+        ),
+        pytest.param("torchtune", {"in_backward": True}, {}, marks=pytest.mark.matrix),
         ("torchtune", {"offload": True, "rank": 4}, {"rank": 4}),
         ("torchtune", {}, {"checkpointing": False}),
     ],

@@ -19,7 +19,7 @@ import ftkit
 
 HERE = sysconfig.get_python_version()
 VERSIONS = [
-    version if version == HERE else pytest.param(version, marks=pytest.mark.slow)
+    pytest.param(version, marks=pytest.mark.matrix if version == "3.12" != HERE else ())
     for version in ("3.11", "3.12", "3.13")
 ]
 """That pyproject.toml promises."""

@@ -177,14 +177,28 @@ def test_a_shell_script_is_clean(script: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+RUN_ELSEWHERE = (
+    "check_published_memory",
+    "count_launches",
+    "execute_notebooks",
+    "fuzz",
+    "list_models",
+    "make_packed_weights",
+    "make_quickstart_model",
+    "measure_kto",
+)
+"""Scripts that other tests run, and that import models even to explain themselves."""
+
+
+def marks_of(script: Path) -> list[pytest.MarkDecorator]:
+    if script in BASH_SCRIPTS:
+        return []
+    return [pytest.mark.matrix if script.name in RUN_ELSEWHERE else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     "script",
-    [
-        pytest.param(
-            path, id=relative(path), marks=[] if path in BASH_SCRIPTS else pytest.mark.slow
-        )
-        for path in SCRIPTS
-    ],
+    [pytest.param(path, id=relative(path), marks=marks_of(path)) for path in SCRIPTS],
 )
 def test_a_script_explains_itself(script: Path, tmp_path: Path) -> None:
     command = [script] if script in BASH_SCRIPTS else [sys.executable, script]

@@ -5,7 +5,8 @@ server imports them once; programs that are started in it are forks of it, and s
 program that one of them starts. Such a fork is like a new interpreter in what tests look at: where
 a test has statements of its own in it, it imports ftkit's modules itself, after the start-up file
 on its PYTHONPATH, and else has them as the server imported them; it has no files open but those it
-was given, and the command line and the environment that the system shows of it are its own.
+was given, and the command line and the environment that the system shows of it are its own. Only
+its memory is not predicted at the end of a run, unless a test asks for that (`PREDICTS`).
 """
 
 import atexit
@@ -51,6 +52,9 @@ OURS = "ftkit"
 ROOM = 20_000
 """Bytes for the command line of a fork, and as many for its environment."""
 PYTHON_FLAGS = {"-P", "-u"}
+RANK = "ftkit.training.rank"
+PREDICTS = "TESTS_PREDICT_MEMORY"
+"""Variable with which a rank predicts its memory at the end, which takes longer than such a run."""
 
 _popen = subprocess.Popen
 _execute = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
@@ -170,6 +174,9 @@ def _interpret(words: list[str]) -> None:
             sys.modules.pop(rest[0], None)  # it is run anew
     with suppress(ModuleNotFoundError):
         import_module("sitecustomize")
+    if (kind, rest[0]) == ("-m", RANK) and PREDICTS not in os.environ:
+        memory: Any = import_module("ftkit.planning.memory")
+        memory.predict_measured = _without_prediction
     main = sys.modules["__main__"] = type(sys)("__main__")
     if kind == "-c":
         sys.argv[:] = ["-c", *rest[1:]]
@@ -180,6 +187,10 @@ def _interpret(words: list[str]) -> None:
     else:
         sys.argv[:] = [kind, *rest]
         runpy.run_path(kind, run_name="__main__")
+
+
+def _without_prediction(base: str, beside: str | None, plan: Any, measured: Any, _: int) -> Any:
+    return measured
 
 
 def _leave_with(program: Callable[[], None]) -> NoReturn:
@@ -232,7 +243,7 @@ def _serve(requests: socket.socket) -> NoReturn:
     subprocess.Popen = Popen  # type: ignore[misc]
     without_hub_kernels()
     with quick_imports(), hidden("sklearn"):  # it brings pyarrow, whose allocator has a thread
-        import_module("ftkit.training.rank")
+        import_module(RANK)
         import_libraries()
     _IMPORTED.update(_modules_of_ours())
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork could leave a lock taken"

@@ -9,6 +9,7 @@ from command import command_environment, command_line
 from messages import says
 from plugins import documented, write_documented
 from runs import TIMEOUT_S, losses, start
+from warm import PREDICTS
 
 from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.directory import RunDirectory
@@ -36,7 +37,8 @@ KEYS = {
 
 def ftkit(directory: Path, *words: object) -> tuple[int, str]:
     """Exit code and output of a command in a directory."""
-    process = start(command_line(*words), directory, command_environment())
+    environment = command_environment() | {PREDICTS: "yes"}
+    process = start(command_line(*words), directory, environment)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode is not None
     return process.returncode, out + err

@@ -129,6 +129,7 @@ print(attrs.has(attrs.make_class("Made", ["x"])))
     assert "attrs" in run_python(program.format(before=""))
 
 
+@pytest.mark.slow
 def test_lora_is_imported_without_the_other_adapters_of_peft() -> None:
     found = run_python("""
 import sys
@@ -162,7 +163,27 @@ print(sorted({"sympy", "torch._dynamo.utils"} & sys.modules.keys()))
 
 
 @pytest.mark.slow
-def test_the_compiler_is_whole_when_something_is_compiled() -> None:
+@pytest.mark.parametrize(
+    "first",
+    [
+        "",
+        pytest.param(
+            "import torch._dynamo.config as config; assert config is torch._dynamo.config",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "from torch._dynamo import config; assert config is torch._dynamo.config",
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param(
+            "from torch._dynamo.utils import counters\n"
+            "assert counters is torch._dynamo.utils.counters",
+            marks=pytest.mark.matrix,
+        ),
+        "torch._dynamo.reset()",
+    ],
+)
+def test_the_compiler_is_whole_when_something_is_compiled(first: str) -> None:
     """Whatever of it is imported first, its code runs once; what was kept out of graphs stays."""
     program = """
 from ftkit.utils.imports import postpone_modules
@@ -186,16 +207,10 @@ assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
 from torch._dynamo.utils import counters
 assert counters["stats"]["unique_graphs"] == 2, counters
 """
-    for first in (
-        "",
-        "import torch._dynamo.config as config; assert config is torch._dynamo.config",
-        "from torch._dynamo import config; assert config is torch._dynamo.config",
-        "from torch._dynamo.utils import counters; assert counters is torch._dynamo.utils.counters",
-        "torch._dynamo.reset()",
-    ):
-        run_python(program.format(first=first))
+    run_python(program.format(first=first))
 
 
+@pytest.mark.slow
 def test_peft_asks_whether_a_model_is_of_transformers_without_importing_its_models() -> None:
     found = run_python("""
 import sys

@@ -43,7 +43,7 @@ def builder(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_files_of_a_killed_builder_are_removed(
     builder: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:

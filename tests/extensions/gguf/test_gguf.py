@@ -581,6 +581,7 @@ def test_commands_take_a_gguf_file_as_they_take_any_model(
     assert of_base.returncode == 0, of_base.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["finetune", "finetune_full", "plan", "generate"])
 def test_every_command_refuses_a_damaged_file_with_one_message(
     command: str, content: bytes, tmp_path: Path, ftkit: Command

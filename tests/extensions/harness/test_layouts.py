@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from command import Command
 from local_tasks import ALL, LETTERS, write_tasks
-from rank_jobs import DEEPSPEED, HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, make_run
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Outcome, Run, chosen, make_run, repeated
 
 from ftkit.cli.app import run as command
 from ftkit.runs.report.answers import TaskScore
@@ -45,8 +45,12 @@ def single(alone: dict[str, Outcome]) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(run: Run, changes: tuple[tuple[str, Any], ...]) -> dict[str, Outcome]:
-    strategies = ["ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else [])]
+def two_ranks(
+    run: Run, changes: tuple[tuple[str, Any], ...], request: pytest.FixtureRequest
+) -> dict[str, Outcome]:
+    selected = chosen(request, test_every_strategy_gives_the_scores_of_one_rank)
+    strategies = sorted({params["strategy"] for params in selected})
+    strategies = [name for name in strategies if HAS_DEEPSPEED or name != "deepspeed"]
     found = run(2, [Case(strategy, "full", changes=changes) for strategy in strategies])
     return {case.strategy: outcome for case, outcome in found.items()}
 
@@ -59,6 +63,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
         assert one.after == pytest.approx(other.after, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_has_scores_before_and_after_training(alone: dict[str, Outcome]) -> None:
     single, without = alone["whole"], alone["without"]
     score: TaskScore = next(s for s in single.report.tasks if s.metric == "bits_per_byte")
@@ -71,6 +76,7 @@ def test_a_run_has_scores_before_and_after_training(alone: dict[str, Outcome]) -
     assert without.losses == single.losses, "tasks do not affect training"
 
 
+@pytest.mark.slow
 def test_the_result_has_the_scores_of_the_run(
     single: Outcome, changes: tuple[tuple[str, Any], ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +90,7 @@ def test_the_result_has_the_scores_of_the_run(
         assert one["value"] == pytest.approx(score.after, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_first_scores(
     run: Run, changes: tuple[tuple[str, Any], ...], alone: dict[str, Outcome], single: Outcome
 ) -> None:
@@ -94,7 +101,7 @@ def test_a_resumed_run_keeps_its_first_scores(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", DEEPSPEED])
+@pytest.mark.parametrize("strategy", ["fsdp", *repeated("ddp", "deepspeed")])
 def test_every_strategy_gives_the_scores_of_one_rank(
     two_ranks: dict[str, Outcome], single: Outcome, strategy: str
 ) -> None:

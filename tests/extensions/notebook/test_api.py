@@ -385,7 +385,7 @@ def test_a_run_that_ends_just_before_it_is_stopped_has_ended(
         assert ftkit.attach(out).stop().outcome == "completed"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_plugin_is_an_argument_of_runs_and_plans(notebook: Kernel, directory: Path) -> None:
     write_documented(directory / "my.py", "An objective")
     own = 'plugin="my.py", objective="Focal"'

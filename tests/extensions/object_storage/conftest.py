@@ -20,6 +20,8 @@ from object_servers import (
 from remote_runs import Attempt, Ftkit, ended
 from runs import DEFAULT_SIGNALS, options
 
+NO_ANSWERS = {"eval__interval": 0, "eval__max_new_tokens": 0, "eval__exact_match": 0}
+
 
 @pytest.fixture(scope="session")
 def storage() -> Iterator[Proxy]:
@@ -97,7 +99,7 @@ def begin(common: list[str], tmp_path: Path) -> Iterator[Ftkit]:
         if command.startswith("finetune"):
             words = [command, *common, "--out_dir", *more]
             if "--train.save_interval" not in words:
-                words += options(train__save_interval=2, eval__interval=0)
+                words += options(train__save_interval=2, **NO_ANSWERS)
         environment = command_environment() | {"FTKIT_CACHE_DIR": str(tmp_path / machine)}
         environment["DS_ACCELERATOR"] = "cpu"
         line = command_line(*words, before=f"{DEFAULT_SIGNALS}\n{before}")

@@ -25,6 +25,7 @@ def anything(_: Request) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 2**25 + 3], ids=["small", "in-parts"])
 @pytest.mark.parametrize("when", [anything, is_write], ids=["everything", "writes"])
 def test_an_object_that_is_missing_after_its_upload_is_an_error(

@@ -65,8 +65,8 @@ def test_a_run_at_a_url_is_the_run_in_a_directory(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param("single", "single"),
-        pytest.param("fsdp", "single", marks=pytest.mark.slow),
+        pytest.param("single", "single", marks=pytest.mark.matrix),
+        pytest.param("fsdp", "single", marks=pytest.mark.matrix),
         pytest.param("single", "fsdp", marks=pytest.mark.slow),
         pytest.param("ddp", "fsdp", marks=pytest.mark.matrix),
         pytest.param("fsdp", "deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
@@ -128,11 +128,12 @@ class Spoils(ftkit.Callback):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cause", "said"),
     [
         ("update", "step 3 ... parameter"),
-        pytest.param("gradient", "norm ... step 3", marks=pytest.mark.slow),
+        pytest.param("gradient", "norm ... step 3", marks=pytest.mark.matrix),
     ],
 )
 def test_numbers_that_are_not_finite_are_not_uploaded_and_the_checkpoint_before_stays(
@@ -205,7 +206,7 @@ def test_a_new_run_takes_another_url_unless_it_overwrites(
 ) -> None:
     put("taken")
     before = bucket.read("taken/report.json")
-    said = run("b", "s3://bucket/taken")
+    said = run("b", "s3://bucket/taken", "--train.max_steps", "1")
     assert says(said, "s3://bucket/taken ... s3://bucket/taken-2")
     assert bucket.read("taken/report.json") == before
     run("b", "s3://bucket/taken", "--overwrite", "--train.max_steps", "2")
@@ -312,6 +313,7 @@ def test_training_continues_through_all_storage_faults_and_uploads_later(
     assert SECRET not in log.read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_although_the_storage_never_answers(
     begin: Ftkit, s3: Proxy, tmp_path: Path
 ) -> None:
@@ -338,6 +340,7 @@ def test_ctrl_c_ends_a_run_although_the_storage_never_answers(
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_the_rest_that_could_not_be_uploaded_is_reported_and_uploaded_by_the_next_start(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -385,6 +388,7 @@ def test_a_missing_extra_and_invalid_urls_are_refused_before_anything_starts(
         assert f"pip install 'ftkit[{scheme}]'" in result.stderr
 
 
+@pytest.mark.slow
 def test_local_runs_send_no_requests_to_storage(
     run: Callable[..., str], s3: Proxy, tmp_path: Path
 ) -> None:

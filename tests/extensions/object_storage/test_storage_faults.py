@@ -63,6 +63,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_temporary_fault_is_retried(
     s3: Proxy, clock: Clock, tmp_path: Path, fault: Fault

@@ -10,7 +10,7 @@ import pytest
 import torch
 from command import Command
 from messages import says
-from rank_jobs import NO_EVALUATION, Case, Outcome, make_run, needs_deepspeed
+from rank_jobs import NO_EVALUATION, Case, Outcome, chosen, make_run, needs_deepspeed, repeated
 from tiny import make_labelled, make_llama
 from transformers import AutoModelForCausalLM
 
@@ -102,15 +102,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory, labelled: Path) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def found(runs: Runs) -> Found:
-    """Runs of the usual kinds, by kind and what they are."""
+def found(runs: Runs, request: pytest.FixtureRequest) -> Found:
+    """Runs of the usual kinds that the selected tests need, by kind and what they are."""
+    ways = {params["how"] for params in chosen(request, test_no_layout_changes_what_is_learned)}
+    rows, strategies = ([name for name in names if name in ways] for names in (ROWS, STRATEGIES))
     single = {(kind, "alone"): runs.case(kind) for kind in OFTEN}
-    single |= {(kind, name): runs.case(kind, more=ROWS[name]) for kind in OFTEN for name in ROWS}
+    single |= {(kind, name): runs.case(kind, more=ROWS[name]) for kind in OFTEN for name in rows}
     single |= {(kind, "half"): runs.case(kind, stop_after=4) for kind in OFTEN}
     for kind in ("full", "named base"):
         single[kind, "alone"] = runs.case(kind)
     known = runs.of(1, single)
-    double = {(kind, name): runs.case(kind, name) for kind in OFTEN for name in STRATEGIES}
+    double = {(kind, name): runs.case(kind, name) for kind in OFTEN for name in strategies}
     for kind in OFTEN:
         start = known[kind, "half"].out_dir
         double[kind, "resumed"] = runs.case(kind, "fsdp", start=start)
@@ -165,7 +167,13 @@ def assert_same(outcome: Outcome, expected: Outcome) -> None:
         torch.testing.assert_close(weights.pop(name), tensor, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", [*ROWS, *TWO, "resumed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("two", "five, padded", "fsdp", pytest.param("ZeRO-3", marks=needs_deepspeed), "resumed"),
+        *repeated("one by one", "at once", "ddp", "ZeRO-2"),
+    ],
+)
 @pytest.mark.parametrize("kind", OFTEN)
 def test_no_layout_changes_what_is_learned(kind: str, how: str, found: Found) -> None:
     assert_same(found[kind, how], found[kind, "alone"])

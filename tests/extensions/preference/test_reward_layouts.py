@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification
-from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, Outcome, make_run
+from rank_jobs import NO_EVALUATION, Case, Outcome, chosen, make_run, needs_deepspeed, repeated
 from tiny import make_pairs
 from transformers import AutoModelForSequenceClassification
 
@@ -19,7 +19,6 @@ from ftkit.recipe.recipe import Component, Method
 pytestmark = pytest.mark.slow
 Changes = tuple[tuple[str, Any], ...]
 Found = dict[tuple[str, ...], Outcome]
-STRATEGIES = ("ddp", "fsdp", DEEPSPEED)
 ADAPTED: Changes = (("lora_head", False), ("lora_dropout", 0.05), ("optimizer.lr", 2e-3))
 ROWS: dict[str, Changes] = {
     "one by one": (("train.micro_batch_size", 1),),
@@ -38,8 +37,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, pairs: Path) -> Found:
-    """All runs, by what they are."""
+def found(
+    tmp_path_factory: pytest.TempPathFactory, pairs: Path, request: pytest.FixtureRequest
+) -> Found:
+    """Runs of the selected tests, by what they are."""
+    rows = {params["how"] for params in chosen(request, test_micro_batches_change_nothing)}
+    ranks = {params["strategy"] for params in chosen(request, test_two_ranks_learn_as_one_does)}
     run_cases = make_run(tmp_path_factory)
     changes: Changes = (
         *NO_EVALUATION,
@@ -60,21 +63,22 @@ def found(tmp_path_factory: pytest.TempPathFactory, pairs: Path) -> Found:
     single: dict[tuple[str, ...], Case] = {
         ("full",): case("single", "full"),
         ("lora",): case("single", "lora", ADAPTED),
-        **{(name,): case("single", "full", more) for name, more in ROWS.items()},
+        **{(name,): case("single", "full", more) for name, more in ROWS.items() if name in rows},
         ("half", "full"): case("single", "full", stop_after=4),
         ("half", "lora"): case("single", "lora", ADAPTED, stop_after=4),
     }
     alone = run_cases(1, list(single.values()))
     known = {name: alone[one] for name, one in single.items()}
     double: dict[tuple[str, ...], Case] = {}
-    for strategy in ("ddp", "fsdp", "deepspeed"):
+    for strategy in ranks - {"resumed"}:
         double[strategy, "full"] = case(strategy, "full")
-    for strategy in ("fsdp", "deepspeed"):
+    for strategy in ranks - {"resumed", "ddp"}:
         double[strategy, "lora"] = case(strategy, "lora", ADAPTED)
-    start = known["half", "full"].out_dir
-    double["resumed", "full"] = case("deepspeed", "full", start=start)
-    start = known["half", "lora"].out_dir
-    double["resumed", "lora"] = case("fsdp", "lora", ADAPTED, start=start)
+    if "resumed" in ranks:
+        start = known["half", "full"].out_dir
+        double["resumed", "full"] = case("deepspeed", "full", start=start)
+        start = known["half", "lora"].out_dir
+        double["resumed", "lora"] = case("fsdp", "lora", ADAPTED, start=start)
     in_two = run_cases(2, list(double.values()))
     return known | {name: in_two[one] for name, one in double.items()}
 
@@ -92,12 +96,15 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     assert not weights
 
 
-@pytest.mark.parametrize("how", ROWS)
+@pytest.mark.parametrize("how", ["two", "padded", *repeated("one by one", "five")])
 def test_micro_batches_change_nothing(how: str, found: Found) -> None:
     assert_same(found[how,], found["full",])
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "resumed"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp", pytest.param("resumed", marks=needs_deepspeed), *repeated("ddp", "deepspeed")],
+)
 def test_two_ranks_learn_as_one_does(strategy: str, found: Found) -> None:
     assert_same(found[strategy, "full"], found["full",])
     if strategy != "ddp":

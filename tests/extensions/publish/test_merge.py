@@ -462,9 +462,9 @@ def test_only_models_and_adapters_are_replaced(ended: dict[str, Ended], tmp_path
 @pytest.mark.parametrize(
     ("signal", "code"),
     [
-        ("SIGTERM", 143),
         pytest.param("SIGINT", 130, marks=pytest.mark.slow),
-        pytest.param("SIGHUP", 129, marks=pytest.mark.slow),
+        pytest.param("SIGTERM", 143, marks=pytest.mark.matrix),
+        pytest.param("SIGHUP", 129, marks=pytest.mark.matrix),
     ],
 )
 def test_a_signal_leaves_nothing_half_written(

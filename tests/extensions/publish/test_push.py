@@ -362,8 +362,13 @@ def test_a_card_says_which_weights_a_result_has(ended: dict[str, Ended]) -> None
     assert says(card_text(chosen, None, "hf"), "step 3 ... lowest validation loss ... decay 0.99")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("lora", marks=pytest.mark.slow),
+        pytest.param("full", marks=pytest.mark.matrix),
+    ],
+)
 def test_the_lines_of_a_card_run(ended: dict[str, Ended], method: str) -> None:
     final = ended[method].out_dir / "final"
     program = re.search(r"```python\n(.*?)```", (final / "README.md").read_text(), re.DOTALL)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import FUSED, MAKERS, TOKENS
+from adapters import MAKERS, TOKENS
 from conversions import assert_equal, export, own_logits
 from messages import message_of, says
-from rank_jobs import NO_EVALUATION, Case, Outcome, make_run
+from rank_jobs import NO_EVALUATION, Case, Outcome, chosen, make_run, repeated
 from results import Ended
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -51,8 +51,12 @@ def case_of(name: str, precision: str = "32-true") -> Case:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    cases = [case_of(name) for name in FORMS] + [case_of("int4", "bf16-mixed")]
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[Case, Outcome]:
+    selected = chosen(request, test_transformers_computes_what_training_did)
+    names = sorted({"int4"} | {params["name"] for params in selected})
+    cases = [case_of(name) for name in names] + [case_of("int4", "bf16-mixed")]
     found = make_run(tmp_path_factory)(1, cases)
     for outcome in found.values():
         outcome.complete()
@@ -68,7 +72,9 @@ def logits_in_transformers(directory: Path) -> Tensor:
     return load_file(logits)["logits"]
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", ["int4 and int8", "transformers", *repeated("int4", "int3 by row")]
+)
 def test_transformers_computes_what_training_did(
     trained: dict[Case, Outcome], name: str, tmp_path: Path
 ) -> None:
@@ -82,7 +88,7 @@ def test_transformers_computes_what_training_did(
     assert (rounded - plain).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["tied llama", *FUSED])
+@pytest.mark.parametrize("name", ["phi-3", *repeated("tied llama", "gpt-neox")])
 def test_other_models_are_rounded_as_they_train(name: str, tmp_path: Path) -> None:
     """With one parameter for embedding and head, with biases, and with fused matrices."""
     directory, qat = MAKERS[name](tmp_path / "base"), Qat(weights="int4", group_size=16)

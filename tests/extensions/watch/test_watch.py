@@ -269,6 +269,7 @@ def test_ctrl_c_that_comes_in_a_finaliser_is_not_lost(out: Path) -> None:
     assert "Exception ignored in" in end.stderr
 
 
+@pytest.mark.slow
 def test_a_real_run_is_followed_on_a_terminal_and_in_a_pipe_until_it_ends(
     start: Start, tmp_path: Path
 ) -> None:

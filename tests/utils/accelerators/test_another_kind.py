@@ -47,15 +47,15 @@ def kind(
     ("command", "words", "within"),
     [
         pytest.param("finetune", ONE, 1e-6, id="LoRA", marks=pytest.mark.slow),
-        pytest.param("finetune_full", ONE, 1e-6, id="full", marks=pytest.mark.slow),
-        pytest.param("finetune_full", DDP, 1e-6, id="DDP"),
-        pytest.param("finetune_full", FSDP, 1e-6, id="FSDP"),
+        pytest.param("finetune_full", ONE, 1e-6, id="full", marks=pytest.mark.matrix),
+        pytest.param("finetune_full", DDP, 1e-6, id="DDP", marks=pytest.mark.matrix),
+        pytest.param("finetune_full", FSDP, 1e-6, id="FSDP", marks=pytest.mark.slow),
         pytest.param(
             "finetune",
             (*ONE, "--precision", "bf16-true", "--memory.activation_checkpointing", "true"),
             3e-3,
             id="LoRA, bf16-true, checkpointed",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "finetune",
@@ -69,7 +69,7 @@ def kind(
             (*FSDP, "--strategy.cpu_offload", "true"),
             1e-6,
             id="FSDP, in host memory",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "finetune_full",
@@ -79,7 +79,7 @@ def kind(
             ),
             1e-6,
             id="checkpointed in host memory",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.matrix,
         ),
     ],
 )
@@ -111,10 +111,10 @@ def test_its_memory_is_followed_as_that_of_other_devices(kind: OnCard) -> None:
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (ON_CPU, FSDP),
-        (FSDP, ON_CPU),
-        pytest.param(ON_CPU, ONE, marks=pytest.mark.slow),
-        pytest.param(ONE, DDP, marks=pytest.mark.slow),
+        pytest.param(ON_CPU, FSDP, marks=pytest.mark.slow),
+        pytest.param(FSDP, ON_CPU, marks=pytest.mark.slow),
+        pytest.param(ON_CPU, ONE, marks=pytest.mark.matrix),
+        pytest.param(ONE, DDP, marks=pytest.mark.matrix),
     ],
 )
 def test_a_checkpoint_written_on_one_kind_of_device_continues_on_another(
