@@ -171,6 +171,7 @@ def test_each_extension_is_in_the_documents_with_a_guide() -> None:
     assert all((ROOT / "docs" / page).is_file() for _, page in rows)
 
 
+@pytest.mark.slow
 def test_a_command_of_another_package_is_one_of_ftkit(ftkit_with: Callable[..., Run]) -> None:
     ftkit = ftkit_with()
     listed = ftkit("--help")

@@ -50,8 +50,13 @@ def test_a_closed_stream_changes_no_exit_code(redirected: str, tmp_path: Path) -
         assert says(ended.stderr, "nonsense")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("redirected", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(
+    "redirected",
+    [
+        pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow),
+        pytest.param(">/dev/full 2>/dev/full", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_run_is_complete_whatever_its_streams_are(
     redirected: str, common: list[str], tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_options_that_mean_nothing_are_refused(
     assert says(mistake(ended["lora"].out_dir, *words), text)
 
 
+@pytest.mark.slow
 def test_the_harness_is_quiet_in_a_process_of_its_own(
     ftkit: Command, tiny_base: Path, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_the_same_seed_draws_the_same_answer(
     assert answered(path, *drawn, "--seed", 7)["answer"] != first
 
 
+@pytest.mark.slow
 def test_the_precision_is_that_of_the_run_or_of_the_option(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]]
 ) -> None:
@@ -413,6 +414,7 @@ def test_a_line_that_is_not_text_leaves_a_chat_its_history(
     assert "udcff" in lines[2]["error"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_chat(roomy: Path, tmp_path: Path) -> None:
     words = ["chat", roomy, "--max_new_tokens", 1000, "--accelerator", "cpu", "--raw"]
     slow = (

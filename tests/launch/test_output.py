@@ -29,6 +29,7 @@ RECIPE = "checkpoint_dir: random:pythia-14m\nout_dir: out/piped\nlora_r: 4\n"
 # --- --quiet ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_quiet_run_shows_its_end_in_a_line_and_its_log_has_all(
     start: Start, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_errors_are_shown_with_quiet_too(
 # --- The end ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_complete_run_in_a_notebook_shows_no_next_commands(start: Start, tmp_path: Path) -> None:
     as_child = (
         f"{DEFAULT_SIGNALS}import functools\nimport ftkit.cli.app as app\n"
@@ -143,6 +145,7 @@ def test_a_recipe_may_come_from_standard_input(tmp_path: Path) -> None:
     assert str(recipe.out_dir) == "out/piped"
 
 
+@pytest.mark.slow
 def test_a_run_from_standard_input_records_its_recipe_and_continues_with_it(
     start: Start, common: list[str], tmp_path: Path
 ) -> None:

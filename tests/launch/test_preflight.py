@@ -248,6 +248,7 @@ def test_a_second_model_with_other_tokens_is_refused_before_weights_are_there(
         assert says(message_of(preflight.check_second_models, requested), *words)
 
 
+@pytest.mark.slow
 def test_a_run_whose_teacher_has_other_tokens_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_data: Path
 ) -> None:
@@ -513,7 +514,7 @@ def test_the_check_finds_the_largest_micro_batch_for_the_memory(tmp_path: Path) 
     assert scarce["fits"] is True and scarce["micro_batch_size"] == largest < 16
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_check_fills_the_memory_with_tokens(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(to_yaml(recipe(train__micro_batch_tokens="auto", accelerator="cpu")))

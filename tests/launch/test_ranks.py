@@ -285,6 +285,7 @@ def job_on(accelerator: str, common: list[str], place: Path) -> Job:
 # --- Ranks that die -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_is_named(start: Start, tmp_path: Path) -> None:
     with start(tmp_path / "out", **FOREVER | TWO_RANKS | FSDP) as run:
         run.wait_for_steps(2)
@@ -532,6 +533,7 @@ def test_torchrun_gives_the_same_results_and_ranks_import_nothing_that_they_do_n
         assert imported & NOT_FOR_LORA == set()
 
 
+@pytest.mark.slow
 def test_slurm_gives_the_same_results(
     side_by_side: SideBySide, common: list[str], tmp_path: Path
 ) -> None:
@@ -544,6 +546,7 @@ def test_slurm_gives_the_same_results(
     assert_as_the_built_in_launcher(out_dir, out, side_by_side)
 
 
+@pytest.mark.slow
 def test_a_mistake_under_torchrun_is_reported_once_and_leaves_nothing(
     common: list[str], tmp_path: Path
 ) -> None:

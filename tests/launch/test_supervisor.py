@@ -315,6 +315,7 @@ def test_the_directory_of_a_run_at_work_is_refused(start: Start, tmp_path: Path)
             assert run.process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_written_costs_nothing_that_was_measured(
     start: Start, tmp_path: Path
 ) -> None:
@@ -339,6 +340,7 @@ def assert_interrupted(run: Run, code: int, reason: str) -> None:
     assert not run.state.exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_training_after_the_step_with_every_step_on_record(
     start: Start, tmp_path: Path
 ) -> None:
@@ -357,6 +359,7 @@ def test_ctrl_c_ends_training_after_the_step_with_every_step_on_record(
     assert not (run.out_dir / "final").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_z_pauses_nohup_keeps_it_going_and_sigterm_ends_it_with_143(
     start: Start, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_only_settings_and_tokenizer_are_fetched_for_a_model_that_litgpt_does_no
     assert found["parameters"] == 2 * 256 * 64 + 5 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64
 
 
+@pytest.mark.slow
 def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
     served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -117,6 +118,7 @@ def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
     assert not served.requests and not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_of_lora_asks_for_the_settings_of_a_model_whose_names_litgpt_lacks(
     served: Served,
 ) -> None:
@@ -125,6 +127,7 @@ def test_a_plan_of_lora_asks_for_the_settings_of_a_model_whose_names_litgpt_lack
     assert run(["plan", "finetune_full", "microsoft/phi-2", "--gpu", "h200"]) == 0
 
 
+@pytest.mark.slow
 def test_its_own_settings_win_over_those_that_litgpt_knows(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +158,7 @@ def test_an_unknown_name_says_so_where_downloads_are_forbidden(
     assert "HF_HUB_OFFLINE forbids" in refusal(UNKNOWN)
 
 
+@pytest.mark.slow
 def test_a_slow_plan_is_announced_on_stderr(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +170,7 @@ def test_a_slow_plan_is_announced_on_stderr(
     assert says(shown.err, "random:pythia-14m")
 
 
+@pytest.mark.slow
 def test_the_moment_of_the_peak_is_described() -> None:
     overrides = [("checkpoint_dir", "random:pythia-14m"), ("train.max_seq_length", "64")]
     planned = plan_files([], overrides, command="finetune_full", gpu=find_gpu("t4"))

@@ -209,8 +209,13 @@ def test_its_command_line_has_the_same_meaning_today(name: str, place: Path, sai
     assert to_dict(dataclasses.replace(now, **kept_from(then, now))) == to_dict(then)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("commit", COMMITS)
+@pytest.mark.parametrize(
+    "commit",
+    [
+        pytest.param(commit, marks=pytest.mark.matrix if number else pytest.mark.slow)
+        for number, commit in enumerate(COMMITS)
+    ],
+)
 def test_a_completed_run_is_compared_prompted_evaluated_and_merged(
     ftkit: Command, place: Path, commit: str
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_setting_that_saves_memory_saves_it(
     assert needed[0] < needed[1]
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_is_simulated_with_quantised_experts(published: Any) -> None:
     shape: Any = TINY[1]
     experts = 4 * 3 * shape["hidden_size"] * shape["intermediate_size"]

@@ -210,7 +210,7 @@ FOREVER: dict[str, Any] = {
     "eval__interval": 0,
     "data__num_workers": 1,
 }
-ENDLESS_STEP = FOREVER | {"train__max_steps": 2, "train__global_batch_size": 1_000_000}
+ENDLESS_STEP = FOREVER | {"train__max_steps": 2, "train__global_batch_size": 200_000}
 
 
 def losses_of_one(directory: Path, common: list[str], **keys: object) -> list[float]:

@@ -65,6 +65,7 @@ def test_a_child_that_never_returns_ends_with_its_parent(
             os.kill(sleeper, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_plugin_that_never_returns_is_refused_with_the_line_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_plugin_that_never_returns_is_refused_with_the_line_where_it_is(
     assert says(said, "--plugin hangs.py ... 0.5 s ... line 4 ... leave out --plugin")
 
 
+@pytest.mark.slow
 def test_threads_that_a_plugin_leaves_do_not_delay_its_definitions(tmp_path: Path) -> None:
     file = tmp_path / "threads.py"
     file.write_text(

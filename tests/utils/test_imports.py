@@ -89,6 +89,7 @@ def test_a_package_that_is_not_installed_is_not_found(monkeypatch: pytest.Monkey
         importlib.import_module("no_such_package")
 
 
+@pytest.mark.slow
 def test_transformers_lists_the_same_names_and_each_folder_once() -> None:
     """In two processes: the list is made when transformers is imported."""
     listed = """
@@ -144,6 +145,7 @@ print(peft.LoraConfig is LoraConfig, peft.BOFTConfig.__name__, peft.PeftModel.__
     assert found.splitlines() == ["[]", "True BOFTConfig PeftModel"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_steps_without_the_code_of_the_compiler() -> None:
     found = run_python("""
 import sys

@@ -32,6 +32,7 @@ def words(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["data", str(model), *options(data="JSON", data__path=data, data__mask_prompt=True)]
 
 
+@pytest.mark.slow
 def test_text_goes_to_standard_output_and_nothing_is_written(
     words: list[str], ftkit: Command, tmp_path: Path
 ) -> None:

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command import Start
 from looks import questions, write_records
 
 from ftkit.runs.report.report import read_report
 
 
+@pytest.mark.slow
 def test_a_run_warns_of_what_its_data_have_before_its_first_step(
     start: Start, tmp_path: Path
 ) -> None:
@@ -32,6 +34,7 @@ def test_a_run_warns_of_what_its_data_have_before_its_first_step(
     assert len([text for text in warnings if "<s> twice" in text]) == 1
 
 
+@pytest.mark.slow
 def test_a_run_on_good_data_says_nothing(start: Start, tmp_path: Path) -> None:
     data = write_records(tmp_path / "records.jsonl", questions(30))
     with start(tmp_path / "out", data__json_path=data, eval__initial_validation=True) as run:

@@ -148,6 +148,7 @@ def test_where_there_is_no_terminal_the_table_has_80_columns(
     assert said(out) == (TURNED + "\n", "")
 
 
+@pytest.mark.slow
 def test_no_line_is_wider_than_the_terminal(tmp_path: Path) -> None:
     for number in range(12):
         name = f"{number}-a-run-with-a-name-that-is-longer-than-a-column-{number % 3}"

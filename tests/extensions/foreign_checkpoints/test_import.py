@@ -202,6 +202,7 @@ def test_what_was_imported_is_all_that_the_next_step_of_the_other_program_needed
     assert differences(after, theirs["weights"]) < CLOSE
 
 
+@pytest.mark.slow
 def test_the_document_shows_what_the_import_of_its_example_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

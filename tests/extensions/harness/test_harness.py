@@ -136,6 +136,7 @@ def test_few_shapes_give_the_same_numbers(
     assert {count for *_, (count,) in shapes} <= {1, 2, 3} | {2**n for n in range(6, 11)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
 def test_numbers_and_every_record_are_those_of_the_harness_own_model(
     loaded: Loaded,

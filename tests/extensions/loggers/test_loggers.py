@@ -78,6 +78,7 @@ def test_tensorboard_forgets_a_session_that_left_no_checkpoint(tmp_path: Path) -
     assert [step for step, _ in scalars(tmp_path, "val_loss")] == [0, 3]
 
 
+@pytest.mark.slow
 def test_wandb_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

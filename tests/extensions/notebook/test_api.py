@@ -147,7 +147,7 @@ def test_an_out_of_memory_raises_nothing_and_the_kernel_continues(
 
 @pytest.mark.slow
 def test_a_second_interrupt_ends_the_run_at_once(notebook: Kernel, directory: Path) -> None:
-    endless = {"train.max_steps": 2, "train.global_batch_size": 1_000_000}
+    endless = {"train.max_steps": 2, "train.global_batch_size": 200_000}
     cell = notebook.start(f'ftkit.finetune(**forever | {endless}, out_dir="out/killed")')
     cell.wait_for("training:")
     notebook.interrupt()
@@ -204,6 +204,7 @@ def test_a_run_saves_and_ends_when_its_kernel_is_killed(common: list[str], tmp_p
 # --- Without one --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_import_ftkit_imports_nothing_else_of_it_until_it_is_used() -> None:
     program = (
         "import sys, ftkit\n"

@@ -68,6 +68,7 @@ def types_of(program: str, directory: Path) -> str:
     return run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_the_calls_of_python_chi_are_those_of_the_installed_one(tmp_path: Path) -> None:
     program = "\n".join(cells(GPU_SERVER))
     assert "server.Server(" in program and "lease.Lease(" in program

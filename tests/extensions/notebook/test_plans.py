@@ -9,6 +9,7 @@ from ftkit.extensions.notebook import plans
 MODEL = "random:pythia-14m"
 
 
+@pytest.mark.slow
 def test_in_a_notebook_a_plan_shows_itself_alone_and_among_others() -> None:
     keys = {"checkpoint_dir": MODEL, "train.max_seq_length": 64}
     found = plans.plan(command="finetune_full", gpu="t4", name="<b2>", **keys)

@@ -21,6 +21,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return {"checkpoint_dir": model, "data": "JSON", "data.path": str(data)}
 
 
+@pytest.mark.slow
 def test_it_has_the_numbers_of_the_command_and_shows_itself(keys: dict[str, object]) -> None:
     seen = ftkit.preview(show=2, **keys)
     expected = look(Path(str(keys["checkpoint_dir"])), Path(str(keys["data.path"])), show=2)
@@ -32,17 +33,20 @@ def test_it_has_the_numbers_of_the_command_and_shows_itself(keys: dict[str, obje
     json.dumps(seen.samples[0].ids)
 
 
+@pytest.mark.slow
 def test_recipes_and_keys_are_given_as_to_other_functions(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[3] / "recipes/quickstart.yaml"
     seen = ftkit.preview(recipe, show=0, **{"train.max_seq_length": 64})
     assert (seen.base_model, seen.max_seq_length, seen.samples) == ("quickstart", 64, [])
 
 
+@pytest.mark.slow
 def test_bad_input_raises_the_message_of_the_command(keys: dict[str, object]) -> None:
     with pytest.raises(UserError, match=key_words("data.pth ... JSON ... --data.path")):
         ftkit.preview(**keys | {"data.pth": "x"})
 
 
+@pytest.mark.slow
 def test_the_process_itself_loads_no_torch(keys: dict[str, object]) -> None:
     import subprocess
 

@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint_given_by_its_step_is_refused(
     assert bucket.names("refused") == before
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_lost_rows_at_a_url_are_reported_and_the_run_continues(
     run: Callable[..., str], bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def claim(run: RunDirectory) -> Iterator[RemoteClaim]:
     claim.release()
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_stays_at_the_url_until_its_replacement_is_complete(
     run: RunDirectory, claim: RemoteClaim, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

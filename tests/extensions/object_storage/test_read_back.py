@@ -71,7 +71,7 @@ def test_a_run_does_not_begin_where_a_page_answers_for_the_storage(begin: Ftkit,
     assert "Traceback" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_reports_checkpoints_that_a_captive_portal_has_swallowed(
     begin: Ftkit, run: Callable[..., str], s3: Proxy, bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -11,7 +11,13 @@ from ftkit.cli import app
 ASKED = ("--prompt", "red", "--max_new_tokens", 4, "--accelerator", "cpu")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(("/checkpoints/step-00000004",), id="a checkpoint", marks=pytest.mark.slow),
+        pytest.param(("", "/final"), id="others", marks=pytest.mark.matrix),
+    ],
+)
 def test_commands_that_read_accept_a_url_as_a_directory(
     run: Callable[..., str],
     s3: Proxy,
@@ -19,6 +25,7 @@ def test_commands_that_read_accept_a_url_as_a_directory(
     tiny_base: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    asked: tuple[str, ...],
 ) -> None:
     """And says of it what it says of a copy; the base model lies at a url, too."""
     for path in tiny_base.iterdir():
@@ -40,7 +47,7 @@ def test_commands_that_read_accept_a_url_as_a_directory(
         assert answers[0]
         return answers[0]
 
-    for inside in ("", "/final", "/checkpoints/step-00000004"):
+    for inside in asked:
         equal("generate", inside, *ASKED)
     equal("evaluate", "", "--exact_match", 0, "--accelerator", "cpu", "--format", "json")
 

@@ -41,6 +41,7 @@ LAYOUTS = {
 pytestmark = pytest.mark.usefixtures("s3")
 
 
+@pytest.mark.slow
 def test_a_run_at_a_url_is_the_run_in_a_directory(
     run: Callable[..., str], whole: Callable[[str], Path], bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -128,13 +129,10 @@ class Spoils(ftkit.Callback):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("cause", "said"),
-    [
-        ("update", "step 3 ... parameter"),
-        pytest.param("gradient", "norm ... step 3", marks=pytest.mark.matrix),
-    ],
+    [("update", "step 3 ... parameter"), ("gradient", "norm ... step 3")],
 )
 def test_numbers_that_are_not_finite_are_not_uploaded_and_the_checkpoint_before_stays(
     put: Callable[..., None],
@@ -161,7 +159,7 @@ def test_numbers_that_are_not_finite_are_not_uploaded_and_the_checkpoint_before_
     assert good == {name: bucket.read(f"{place}/{name}") for name in good}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_complete_run_is_complete_on_any_machine(
     put: Callable[..., None], run: Callable[..., str]
 ) -> None:
@@ -214,6 +212,7 @@ def test_a_new_run_takes_another_url_unless_it_overwrites(
     assert bucket.read("taken/report.json") != before
 
 
+@pytest.mark.slow
 def test_a_mistake_leaves_the_url_as_it_was(
     begin: Ftkit, put: Callable[..., None], bucket: Bucket
 ) -> None:
@@ -230,7 +229,7 @@ def test_a_mistake_leaves_the_url_as_it_was(
     assert {name: bucket.read(f"kept/{name}") for name in bucket.names("kept")} == before
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_second_run_is_refused_while_one_is_at_work_and_continues_after_a_kill(
     begin: Ftkit, run: Callable[..., str], bucket: Bucket
 ) -> None:
@@ -361,6 +360,7 @@ def test_the_rest_that_could_not_be_uploaded_is_reported_and_uploaded_by_the_nex
     assert "final/adapter_config.json" in bucket.names("unsent")
 
 
+@pytest.mark.slow
 def test_a_missing_extra_and_invalid_urls_are_refused_before_anything_starts(
     begin: Ftkit, tmp_path: Path
 ) -> None:

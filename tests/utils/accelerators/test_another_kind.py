@@ -161,7 +161,7 @@ def test_unsupported_settings_are_refused_before_anything_starts(
         assert says(" ".join(attempt.output.split()), said)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_whole_command_finds_it_in_a_process_of_its_own(kind: OnCard, tmp_path: Path) -> None:
     line = kind.words("finetune", *FSDP, "--out_dir", str(tmp_path / "run"))
     ended = subprocess.run(
