@@ -168,13 +168,16 @@ def agrees(report: Report, out_dir: Path) -> None:
 
 
 OTHERS = tuple(name for name in ENDS if name not in QUICK)
+OFTEN = ("2 x Ctrl+C to the command", "kill -9 of the command", "kill -9 of all")
+"""Of each kind; the others repeat them."""
 
 
 @pytest.mark.parametrize(
     "names",
     [
         *((name,) for name in QUICK),
-        pytest.param((*OTHERS, OTHERS[0]), marks=pytest.mark.slow, id="one after the other"),
+        pytest.param((*OFTEN, OFTEN[0]), marks=pytest.mark.slow, id="one after the other"),
+        pytest.param((*OTHERS, OTHERS[0]), marks=pytest.mark.matrix, id="all, one after the other"),
     ],
 )
 def test_the_report_agrees_with_the_rows_and_the_checkpoints(

@@ -152,6 +152,7 @@ def side_by_side(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Side
         return good, good.end(), bad, bad.end(), ranks
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_do_not_collide(side_by_side: SideBySide) -> None:
     good, (code, _, err), _, _, ranks = side_by_side
     assert (code, err) == (0, "")
@@ -159,12 +160,14 @@ def test_two_runs_side_by_side_do_not_collide(side_by_side: SideBySide) -> None:
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 2
 
 
+@pytest.mark.slow
 def test_ranks_know_their_place_by_the_names_that_torchrun_uses(side_by_side: SideBySide) -> None:
     *_, ranks = side_by_side
     places = [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks]
     assert places == [("0", "0", "2"), ("1", "1", "2")] * 2
 
 
+@pytest.mark.slow
 def test_only_rank_0_prints_and_libraries_do_not(side_by_side: SideBySide) -> None:
     good, (_, out, _), *_ = side_by_side
     lines, base = out.splitlines(), read_report(good.out_dir).recipe["checkpoint_dir"]
@@ -180,6 +183,7 @@ def test_only_rank_0_prints_and_libraries_do_not(side_by_side: SideBySide) -> No
         assert noise not in out
 
 
+@pytest.mark.slow
 def test_the_start_is_shown_before_torch_is_imported_and_logged(
     side_by_side: SideBySide,
 ) -> None:
@@ -188,6 +192,7 @@ def test_the_start_is_shown_before_torch_is_imported_and_logged(
     assert first.endswith(f"Z {out.splitlines()[0]}")
 
 
+@pytest.mark.slow
 def test_output_of_another_rank_is_in_the_log_once(side_by_side: SideBySide) -> None:
     good, (_, out, _), *_ = side_by_side
     log = (good.out_dir / "run.log").read_text()
@@ -200,6 +205,7 @@ def test_output_of_another_rank_is_in_the_log_once(side_by_side: SideBySide) -> 
     assert out.count("only rank 1 knows this") == log.count("only rank 1 knows this") == 1
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_is_the_cause_that_is_named(side_by_side: SideBySide) -> None:
     _, _, bad, (code, out, err), _ = side_by_side
     assert (code, err) == (1, "")

@@ -112,6 +112,7 @@ def two_more(
         return before, first.out_dir, second.end(), other, overwriting.end()
 
 
+@pytest.mark.slow
 def test_modules_in_the_current_directory_are_not_imported(
     two_more: tuple[dict[str, bytes], Path, End, Path, End],
 ) -> None:
@@ -119,6 +120,7 @@ def test_modules_in_the_current_directory_are_not_imported(
     assert two_more[-1][0] == 0
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_another_directory_and_shows_it(
     two_more: tuple[dict[str, bytes], Path, End, Path, End],
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_second_run_takes_another_directory_and_shows_it(
     assert str(other) in (other / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_the_old_run(
     two_more: tuple[dict[str, bytes], Path, End, Path, End],
 ) -> None:

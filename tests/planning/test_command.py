@@ -82,10 +82,10 @@ def _planned_once(overrides: tuple[Override, ...], command: str, gpu: str) -> Pl
     "keys",
     [
         {"memory__activation_checkpointing": 2, "memory__offload_activations": True},
-        {"devices": 4, "strategy": "fsdp", "precision": "bf16-true"},
         *(
             pytest.param(keys, marks=pytest.mark.matrix)
             for keys in (
+                {"devices": 4, "strategy": "fsdp", "precision": "bf16-true"},
                 {"precision": "bf16-mixed", "memory__activation_checkpointing": True},
                 {"precision": "bf16-mixed", "memory__activation_checkpointing": 2},
                 {"memory__activation_checkpointing": True, "memory__offload_activations": True},

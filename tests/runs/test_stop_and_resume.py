@@ -319,6 +319,7 @@ def whole(chains: Chains) -> Path:
 # --- Signals in training --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("session", "number"), list(enumerate([CTRL_C, SIGTERM, SIGHUP, CTRL_C])))
 def test_a_signal_lets_the_step_finish_and_saves_it(
     chains: Chains, session: int, number: int
@@ -330,11 +331,13 @@ def test_a_signal_lets_the_step_finish_and_saves_it(
     assert found.steps > (run.done[session - 1].steps if session else 0)
 
 
+@pytest.mark.slow
 def test_checkpoints_saved_by_signals_are_sound(chains: Chains) -> None:
     run = chains["by_signals"].result()
     assert run.store.steps() and not [p for s in run.store.steps() for p in run.store.verify(s)]
 
 
+@pytest.mark.slow
 def test_the_printed_command_completes_the_run(chains: Chains, whole: Path) -> None:
     run = chains["by_signals"].result()
     assert run.done[-1].code == 0
@@ -342,6 +345,7 @@ def test_the_printed_command_completes_the_run(chains: Chains, whole: Path) -> N
     assert_same_curve(run.out_dir, whole)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_by_time(chains: Chains) -> None:
     first = chains["by_signals"].result().done[0]
     assert len(first.saved) >= 2, "by time, and by the signal"
@@ -351,6 +355,7 @@ def test_checkpoints_are_saved_by_time(chains: Chains) -> None:
 # --- Signals at other moments ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_saves_nothing_and_shows_it(chains: Chains) -> None:
     found = chains["at_moments"].result().done[0]
     assert (found.code, found.steps, found.saved) == (130, 0, [])
@@ -358,6 +363,7 @@ def test_a_signal_before_the_first_step_saves_nothing_and_shows_it(chains: Chain
     assert "continue with" not in found.out
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_validation_saves_the_step_before_it(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert run.done[1].steps == 10
@@ -365,6 +371,7 @@ def test_a_signal_in_a_validation_saves_the_step_before_it(chains: Chains) -> No
     assert run.store.metadata(10).validation_loss is not None, "measured when the run went on"
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_set_up_of_a_continued_run_changes_nothing(chains: Chains) -> None:
     run = chains["at_moments"].result()
     before, found = run.done[1:3]
@@ -374,12 +381,14 @@ def test_a_signal_in_the_set_up_of_a_continued_run_changes_nothing(chains: Chain
     assert found.continuation == before.continuation
 
 
+@pytest.mark.slow
 def test_a_signal_while_a_checkpoint_is_written_lets_it_be_completed(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert 15 in run.done[3].saved
     assert_saved(run.done[3], CTRL_C, run.store)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_and_the_last_complete_checkpoint_counts(
     chains: Chains,
 ) -> None:
@@ -394,12 +403,14 @@ def test_a_second_ctrl_c_stops_at_once_and_the_last_complete_checkpoint_counts(
     assert not {name for name in after.names if name.startswith(".")}
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_final_validation_costs_no_step(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert_saved(run.done[5], SIGTERM, run.store)
     assert run.done[5].steps == LAST
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_result_is_written_leaves_no_half_of_it(chains: Chains) -> None:
     run = chains["at_moments"].result()
     assert_saved(run.done[6], SIGHUP, run.store)
@@ -408,6 +419,7 @@ def test_a_signal_while_the_result_is_written_leaves_no_half_of_it(chains: Chain
     assert run.done[6].outputs == run.done[5].outputs
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_at_any_moment(chains: Chains, whole: Path) -> None:
     run = chains["at_moments"].result()
     assert run.done[-1].report.outcome == "completed"
@@ -417,6 +429,7 @@ def test_nothing_is_lost_at_any_moment(chains: Chains, whole: Path) -> None:
 # --- Sessions -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_in_three_sessions_is_the_run_in_one(chains: Chains, whole: Path) -> None:
     run = chains["in_sessions"].result()
     ends = [(s.code, s.report.outcome, s.report.exit_reason, s.steps) for s in run.done[:3]]
@@ -428,6 +441,7 @@ def test_a_run_in_three_sessions_is_the_run_in_one(chains: Chains, whole: Path) 
     assert learned(run.out_dir)[:LAST] == learned(whole)
 
 
+@pytest.mark.slow
 def test_buffers_for_checkpoints_are_not_counted_in_the_memory_of_a_step(
     chains: Chains,
 ) -> None:
@@ -437,6 +451,7 @@ def test_buffers_for_checkpoints_are_not_counted_in_the_memory_of_a_step(
         assert rank.peak_breakdown_bytes.unattributed < 0.01 * rank.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_same_command_on_a_complete_run_reports_it(chains: Chains) -> None:
     before, found = chains["in_sessions"].result().done[2:4]
     assert (found.code, found.err) == (0, "")
@@ -445,6 +460,7 @@ def test_the_same_command_on_a_complete_run_reports_it(chains: Chains) -> None:
     assert found.files == before.files
 
 
+@pytest.mark.slow
 def test_a_prolonged_run_continues_and_a_time_limit_ends_its_session_after_a_step(
     chains: Chains,
 ) -> None:
@@ -458,6 +474,7 @@ def test_a_prolonged_run_continues_and_a_time_limit_ends_its_session_after_a_ste
     assert "changed: train.max_steps 80 -> 160" in found.out
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_step_once(chains: Chains) -> None:
     run = chains["in_sessions"].result()
     events = EventAccumulator(str(run.out_dir / "tensorboard"), size_guidance={"scalars": 0})
@@ -470,6 +487,7 @@ def test_tensorboard_has_every_step_once(chains: Chains) -> None:
 # --- What is kept ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_newest_the_best_and_every_nth_checkpoint_are_kept(whole: Path) -> None:
     store = Store(whole / "checkpoints")
     lines = (whole / "validation.csv").read_text().splitlines()[1:]

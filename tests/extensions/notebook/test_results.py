@@ -89,12 +89,14 @@ def seen(common: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found | {"said": out}
 
 
+@pytest.mark.slow
 def test_answers_come_with_their_length_and_that_of_the_base_model(seen: dict[str, Any]) -> None:
     text, base_text, tokens, first, _ = seen["answers"]
     assert text == first == seen["printed"] and isinstance(base_text, str)
     assert 0 < tokens <= 4
 
 
+@pytest.mark.slow
 def test_a_conversation_stays_loaded_and_survives_a_refusal(seen: dict[str, Any]) -> None:
     text, tokens, has_history, shown = seen["chat"]
     assert text.strip() == seen["answers"][0].strip() and 0 < tokens <= 4
@@ -104,6 +106,7 @@ def test_a_conversation_stays_loaded_and_survives_a_refusal(seen: dict[str, Any]
     assert seen["closed"][1].startswith("This conversation has ended.")
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_the_run_has_reported(seen: dict[str, Any]) -> None:
     loss, value, exact_match = seen["evaluated"]
     reported, shown, table = seen["reported"]
@@ -113,6 +116,7 @@ def test_what_is_measured_is_what_the_run_has_reported(seen: dict[str, Any]) -> 
     assert "\nloss " in table
 
 
+@pytest.mark.slow
 def test_tasks_are_measured_as_the_command_does(seen: dict[str, Any]) -> None:
     scores, measured, shown = seen["tasks"]
     assert {task: set(metrics) for task, metrics in scores.items()} == {
@@ -136,18 +140,21 @@ def test_a_metric_of_a_task_with_filters_is_called_as_the_harness_calls_it(
     }
 
 
+@pytest.mark.slow
 def test_models_are_at_the_stated_paths(seen: dict[str, Any]) -> None:
     merged, exported = seen["files"]
     assert {"config.json", "model.safetensors"} <= set(merged)
     assert {"lit_model.pth", "model_config.yaml"} <= set(exported)
 
 
+@pytest.mark.slow
 def test_a_merge_reports_how_far_the_logits_moved(seen: dict[str, Any]) -> None:
     assert re.search(r"^merged +run/final into the original weights", seen["said"], re.MULTILINE)
     table = r"^merged into +mean logit difference.*\noriginal +\d"
     assert re.search(table, seen["said"], re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_bad_input_raises_the_message_of_the_command(seen: dict[str, Any]) -> None:
     starts = (
         "nowhere/here",
@@ -178,6 +185,7 @@ def test_the_program_itself_loads_no_torch() -> None:
     assert (ended.stdout, ended.stderr) == ("False\n", "")
 
 
+@pytest.mark.slow
 def test_outside_a_notebook_plans_are_short_and_print_shows_them(seen: dict[str, Any]) -> None:
     shown, printed, several = seen["plan"]
     assert shown.startswith("<ftkit plan: lora on random:pythia-14m: needs up to ")
