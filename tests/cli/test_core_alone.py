@@ -82,7 +82,7 @@ def test_what_only_extensions_have_is_refused(core: Path, tmp_path: Path) -> Non
         assert words[-1] in ended.stderr or words[0] in ended.stderr
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_quick_start_trains_saves_resumes_and_reports(core: Path, tmp_path: Path) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--out_dir=out", *words)

@@ -534,7 +534,7 @@ def test_runs_that_failed_are_done_again(
     assert begun(options, {}) == {name: [whole]}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_levers_are_measured_in_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

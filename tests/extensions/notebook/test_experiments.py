@@ -58,16 +58,25 @@ def test_a_plugin_is_that_of_one_experiment(experiments: ftkit.Experiments) -> N
     assert with_plugin == ["bf16"]
 
 
-@pytest.mark.matrix
-def test_runs_that_are_dropped_leave_no_open_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(
+            f"ftkit.finetune_full({str(RECIPE)!r}, **keys, out_dir='out/two')",
+            id="a run",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ftkit.Experiments('out').run("
+            f"'one', {str(RECIPE)!r}, command='finetune_full', **keys)",
+            id="an experiment",
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_runs_that_are_dropped_leave_no_open_file(line: str, tmp_path: Path) -> None:
     keys = HERE | {"train.global_batch_size": 8, "train.micro_batch_size": 8}
-    program = (
-        "import ftkit\n"
-        f"keys = {keys!r}\n"
-        "made = ftkit.Experiments('out')\n"
-        f"made.run('one', {str(RECIPE)!r}, command='finetune_full', **keys)\n"
-        f"ftkit.finetune_full({str(RECIPE)!r}, **keys, out_dir='out/two')\n"
-    )
+    program = f"import ftkit\nkeys = {keys!r}\n{line}\n"
     run = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", program],
         cwd=tmp_path,

@@ -129,10 +129,12 @@ class Spoils(ftkit.Callback):
 """
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("cause", "said"),
-    [("update", "step 3 ... parameter"), ("gradient", "norm ... step 3")],
+    [
+        pytest.param("gradient", "norm ... step 3", marks=pytest.mark.slow),
+        pytest.param("update", "step 3 ... parameter", marks=pytest.mark.matrix),
+    ],
 )
 def test_numbers_that_are_not_finite_are_not_uploaded_and_the_checkpoint_before_stays(
     put: Callable[..., None],
