@@ -58,7 +58,7 @@ def test_every_module_of_the_core_imports(core: Path) -> None:
     assert not [name for name in ended.stdout.split()[1:] if name.startswith("ftkit")]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_all_its_tests_are_collected(core: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", ""],

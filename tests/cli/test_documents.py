@@ -172,7 +172,7 @@ def make_place(place: Path, tiny_base: Path) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        pytest.param([ROOT / "README.md"], id="README", marks=pytest.mark.matrix),
+        pytest.param([ROOT / "README.md"], id="README", marks=pytest.mark.slow),
         pytest.param(DOCUMENTS, id="all", marks=pytest.mark.matrix),
     ],
 )

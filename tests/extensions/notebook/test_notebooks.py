@@ -182,7 +182,9 @@ def test_each_cell_of_a_notebook_runs_in_a_kernel(notebook: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "notebook",
     [
-        pytest.param(path, id=path.stem, marks=pytest.mark.matrix)
+        pytest.param(
+            path, id=path.stem, marks=[pytest.mark.slow if path == QUICKEST else pytest.mark.matrix]
+        )
         for path in EXECUTED
         if path != SINGLE_GPU  # which tests/scripts/test_serve_notebook.py runs
     ],
