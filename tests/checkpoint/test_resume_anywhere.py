@@ -50,18 +50,28 @@ HUBS: dict[Method, set[Layout]] = {"full": {SMALL[0], SMALL[-1]}, "lora": {SMALL
 """Every other layout resumes on these, and these on it; the format between them is the same."""
 
 
-def marks_of(source: Layout, target: Layout, method: Method) -> tuple[pytest.MarkDecorator, ...]:
-    """From and to one device in each run of the tests, the others for one method in the slow ones.
+ONE, FSDP = Layout("single", 1), Layout("fsdp", 2)
+FAST = [(ONE, FSDP, "lora")]
+OFTEN = [
+    # From each strategy and to each, for full training.
+    *((ONE, layout, "full") for layout in SMALL[1:]),
+    *((layout, ONE, "full") for layout in SMALL[1:]),
+    # Between strategies of several ranks, and where what a rank has is cut elsewhere.
+    (Layout("ddp", 2), Layout("deepspeed", 2), "full"),
+    (Layout("deepspeed", 2), FSDP, "full"),
+    (Layout("fsdp", 3), Layout("deepspeed", 2), "full"),
+    (Layout("deepspeed", 3), ONE, "full"),
+    (FSDP, ONE, "lora"),
+    (ONE, Layout("deepspeed", 2), "lora"),
+]
+"""Outside the matrix; one process of a strategy writes what one device does."""
 
-    One process of a strategy writes what one device does, and does so with one hub alone.
-    """
-    ends = {source, target}
-    if ends <= set(SMALL) and SMALL[0] in ends:
+
+def marks_of(source: Layout, target: Layout, method: Method) -> tuple[pytest.MarkDecorator, ...]:
+    move = (source, target, method)
+    if move in FAST:
         return ()
-    single_process = any(end.world_size == 1 for end in ends - {SMALL[0]})
-    three = {end.world_size for end in ends} == {2, 3} or {end.world_size for end in ends} == {3}
-    repeats = method == "lora" or (single_process and SMALL[0] not in ends) or three
-    return (pytest.mark.matrix if repeats else pytest.mark.slow,)
+    return (pytest.mark.slow if move in OFTEN else pytest.mark.matrix,)
 
 
 MOVES = [
@@ -84,9 +94,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def whole(run: Run) -> dict[Method, Outcome]:
-    """Runs that nothing interrupted."""
-    cases = {method: Case("single", method, changes=NO_EVALUATION) for method in METHODS}
+def whole(run: Run, request: pytest.FixtureRequest) -> dict[Method, Outcome]:
+    """Runs of the selected methods that nothing interrupted."""
+    methods = sorted({one["method"] for one in chosen(request, test_a_run_resumes_anywhere)})
+    cases = {method: Case("single", method, changes=NO_EVALUATION) for method in methods}
     found = run(1, list(cases.values()))
     return {method: found[case] for method, case in cases.items()}
 

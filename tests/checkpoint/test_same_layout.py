@@ -57,8 +57,8 @@ STRATEGIES: dict[str, tuple[str, Changes]] = {
 }
 OFTEN: list[Row] = [
     ("ddp x3", "mixture, LoRA"),
-    ("ddp x3", "DPO, LoRA"),
-    ("ddp x3", "DFT, VeRA"),
+    ("single x1", "DPO, LoRA"),
+    ("single x1", "DFT, VeRA"),
     ("fsdp x3", "full"),
     ("ZeRO-2 x2", "KTO, LoRA"),
     ("ZeRO-3 x2", "full"),

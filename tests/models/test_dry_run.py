@@ -1,14 +1,12 @@
 """Models of transformers that cannot be trained are refused before anything is loaded."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from command import command_environment
+from command import Command
 from messages import key_words, says
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -136,16 +134,10 @@ def test_a_block_of_each_kind_is_tried() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"model_type": "bert"}, {"model_type": "whisper"}])
 def test_a_plan_of_such_a_model_ends_with_one_message(
-    settings: dict[str, Any], tmp_path: Path
+    settings: dict[str, Any], tmp_path: Path, ftkit: Command
 ) -> None:
     directory = directory_with(settings, tmp_path / "m")
-    ran = subprocess.run(
-        [sys.executable, "-m", "ftkit", "plan", "--checkpoint_dir", str(directory)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=command_environment(),
-    )
+    ran = ftkit("plan", "--checkpoint_dir", directory)
     assert ran.returncode == 2
     assert "Traceback" not in ran.stderr
     assert "ftkit trains causal language models" in ran.stderr

@@ -1,7 +1,6 @@
 """Answers token by token: equal to those without a cache, sampled, shown in whole characters."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from command import ROOT
+import warm
+from command import ROOT, command_environment
 from fixed_shapes import compile_shapes
 from sentencepiece import SentencePieceTrainer
 from tiny import make_llama
@@ -137,22 +137,22 @@ def test_ranks_that_would_choose_other_tokens_give_the_answer_of_rank_0(
     assert len(expected) > 3
     script = ROOT / "tests/support/answering_ranks.py"
     words = [sys.executable, script, base_dir, tmp_path / "answer", tmp_path / "store"]
-    ranks = [
-        subprocess.Popen(
-            [*map(str, words), str(rank), str(eos_id)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        ranks = [
+            warm.SERVER.start(
+                [*map(str, words), str(rank), str(eos_id)], command_environment(), log=file
+            )
+            for rank in (0, 1)
+        ]
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        for rank in ranks:
+            rank.wait(timeout=120)
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert [rank.returncode for rank in ranks] == [0, 0], log.read_text()
     for rank in (0, 1):
         assert json.loads((tmp_path / f"answer-{rank}.json").read_text()) == expected
 

@@ -10,6 +10,7 @@ from command import Command
 from fp8_models import STYLES, in_fp8
 from messages import says
 from rank_jobs import needs_deepspeed
+from runs import WITHOUT_EVALUATION, options
 from safetensors.torch import load_file, save_file
 from tiny import make_data, make_llama
 from transformers_models import make_in_mxfp4, make_transformers_model
@@ -189,6 +190,8 @@ def test_runs_in_any_layout_have_the_losses_of_unpacked_weights(
             "finetune", model, "--data", "JSON", "--data.path", data, *experts, *changes,
             "--train.max_steps", 3, "--accelerator", "cpu", "--precision", "32-true",
             "--lora_dropout", 0, "--out_dir", out,
+            "--train.global_batch_size", 4, "--train.micro_batch_size", 2,
+            *options(**WITHOUT_EVALUATION),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return [float(row["loss"] or 0) for row in read_metrics(out / "metrics.csv")]

@@ -122,9 +122,9 @@ TRAINED_WHOLE = ("--lora_head", "false", "--lora_modules_to_save", "[embed_token
 CASES = {
     # One card: adapters.
     "LoRA": lora(ONE, fast=True),
-    "QLoRA": lora(ONE, NF4, fast=True),
-    "full": full(ONE, fast=True),
-    "FP8 as published": lora(ONE, STORED, model="llama in FP8", fast=True),
+    "QLoRA": lora(ONE, NF4),
+    "full": full(ONE),
+    "FP8 as published": lora(ONE, STORED, model="llama in FP8"),
     "experts in FP8 as published": lora(
         ONE, STORED, ADAPTED_EXPERTS, model="qwen3_moe in FP8", matrix=True
     ),
@@ -146,9 +146,9 @@ CASES = {
     "LoRA, 16-mixed": lora(ONE, FP16, within=ROUNDED, reference="32-true"),
     "micro-batch of its own": lora(ONE, ("--train.micro_batch_size", "auto"), matrix=True),
     # One card: precisions and optimizers.
-    "full, bf16-true": full(ONE, BF16, within=ROUNDED),
+    "full, bf16-true": full(ONE, BF16, within=ROUNDED, matrix=True),
     "full, in rows without flash attention": full(ONE, IN_ROWS, matrix=True),
-    "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED),
+    "full, bf16-mixed": full(ONE, MIXED, CHECKPOINTED, within=ROUNDED, matrix=True),
     "full, 16-mixed": full(ONE, FP16, within=ROUNDED, reference="32-true", matrix=True),
     # Deep enough that some inputs of blocks come back: those of the last two stay.
     "checkpointed in host memory": full(ONE, OFFLOADED, model="llama", layers=4, matrix=True),
@@ -193,24 +193,24 @@ CASES = {
         FSDP, ("--strategy.cpu_offload", "true"), model="qwen3_moe", matrix=True
     ),
     "FSDP, experts, nf4, with adapters": lora(
-        FSDP, NF4, ADAPTED_EXPERTS, OFFLOADED, model="qwen3_moe", layers=4
+        FSDP, NF4, ADAPTED_EXPERTS, OFFLOADED, model="qwen3_moe", layers=4, matrix=True
     ),
     "FSDP, experts with sinks, checkpointed in host memory": full(
         FSDP, OFFLOADED, model="gpt_oss", matrix=True
     ),
     # DDP.
-    "DDP, LoRA": lora(DDP, fast=True),
+    "DDP, LoRA": lora(DDP),
     "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true", matrix=True),
     "DDP, LoRA, bf16-mixed": lora(DDP, MIXED, CHECKPOINTED, within=ROUNDED, matrix=True),
-    "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED),
+    "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED, matrix=True),
     # FSDP.
-    "FSDP, full": full(FSDP, fast=True),
+    "FSDP, full": full(FSDP),
     "FSDP, QLoRA": lora(FSDP, NF4_DQ, MIXED, within=ROUNDED),
     "FSDP, bf16-mixed": full(FSDP, MIXED, within=ROUNDED, matrix=True),
     "FSDP that keeps parameters": full(
         FSDP, BF16, CHECKPOINTED, ("--strategy.sharding", "SHARD_GRAD_OP"), within=1e-2, matrix=True
     ),
-    "FSDP, updates in the backward pass": full(FSDP, IN_BACKWARD),
+    "FSDP, updates in the backward pass": full(FSDP, IN_BACKWARD, matrix=True),
     "FSDP, gathered ahead and added up once": full(
         FSDP, OFFLOADED, AHEAD_AND_ONCE, model="llama", layers=4
     ),
@@ -222,8 +222,8 @@ CASES = {
     "FSDP, DoRA": lora(FSDP, MIXED, ("--lora_variant", "dora"), within=ROUNDED, matrix=True),
     "FSDP, PiSSA": lora(FSDP, BF16, ("--lora_init", "pissa"), within=1e-2, matrix=True),
     # DeepSpeed.
-    "ZeRO-3, LoRA": lora(ZERO_3, ON_CARD, fast=True),
-    "ZeRO-3, full, bf16-mixed": full(ZERO_3, MIXED, within=ROUNDED),
+    "ZeRO-3, LoRA": lora(ZERO_3, ON_CARD),
+    "ZeRO-3, full, bf16-mixed": full(ZERO_3, MIXED, within=ROUNDED, matrix=True),
     "ZeRO-3, full, 16-mixed": full(ZERO_3, FP16, within=None, matrix=True),
     "ZeRO-3, parameters in host memory": full(
         ZERO_3, BF16, ("--strategy.offload_parameters", "true"), within=1e-2
@@ -290,14 +290,14 @@ def test_memory_that_is_followed_is_all_that_a_card_gave(machine: OnCard) -> Non
     ("wording", "moment", "rank"),
     [
         ("torch", "backward", 0),
-        ("torch", "forward", 1),
+        pytest.param("torch", "forward", 1, marks=pytest.mark.slow),
         pytest.param("torch", "construction", 0, marks=pytest.mark.slow),
         pytest.param("torch", "step", 1, marks=pytest.mark.slow),
-        ("driver", "step", 0),
+        pytest.param("driver", "step", 0, marks=pytest.mark.slow),
         pytest.param("driver", "construction", 1, marks=pytest.mark.slow),
-        ("cublas", "forward", 0),
+        pytest.param("cublas", "forward", 0, marks=pytest.mark.slow),
         pytest.param("cublas", "backward", 1, marks=pytest.mark.slow),
-        ("nccl", "backward", 1),
+        pytest.param("nccl", "backward", 1, marks=pytest.mark.slow),
         pytest.param("nccl", "forward", 0, marks=pytest.mark.slow),
     ],
 )
@@ -326,22 +326,23 @@ METHODS = {
     "updates in the backward pass": full(IN_BACKWARD),
 }
 MOVES = [
-    ("full", "cpu", "card"),
-    ("full", "card", "cpu"),
     *(
         pytest.param(*move, marks=pytest.mark.slow)
         for move in [
+            ("full", "cpu", "card"),
             ("full", "card", "ddp"),
-            ("full", "fsdp", "cpu"),
             ("full", "zero", "fsdp"),
-            ("LoRA", "card", "cpu"),
-            ("QLoRA", "cpu", "card"),
-            ("updates in the backward pass", "card", "cpu"),
+            ("QLoRA", "fsdp", "cpu"),
         ]
     ),
     *(
         pytest.param(*move, marks=pytest.mark.matrix)
         for move in [
+            ("full", "card", "cpu"),
+            ("full", "fsdp", "cpu"),
+            ("LoRA", "card", "cpu"),
+            ("QLoRA", "cpu", "card"),
+            ("updates in the backward pass", "card", "cpu"),
             ("full", "ddp", "fsdp"),
             ("full", "cpu", "fsdp"),
             ("full", "card", "zero"),
@@ -350,7 +351,6 @@ MOVES = [
             ("full", "fsdp", "card"),
             ("full", "zero", "card"),
             ("LoRA", "cpu", "card"),
-            ("QLoRA", "fsdp", "cpu"),
             ("updates in the backward pass", "fsdp", "cpu"),
         ]
     ),
@@ -383,7 +383,7 @@ EVALUATED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["card", "ddp", "fsdp", "zero"])
+@pytest.mark.parametrize("place", ["card", *repeated("ddp", "zero"), "fsdp"])
 def test_validation_and_answers_are_those_of_a_cpu(machine: OnCard, place: str) -> None:
     words = (*PLACES[place], *EVALUATED)
     require_deepspeed(*words)
@@ -396,7 +396,7 @@ def test_validation_and_answers_are_those_of_a_cpu(machine: OnCard, place: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["card", *repeated("ddp", "fsdp"), "zero"])
+@pytest.mark.parametrize("place", ["card", *repeated("ddp", "fsdp", "zero")])
 def test_scores_of_tasks_are_those_of_a_cpu(machine: OnCard, tasks: Path, place: str) -> None:
     asked = ("--eval.tasks", f"[{tasks}]", "--eval.limit", "5")
     require_deepspeed(*PLACES[place])
@@ -416,6 +416,7 @@ def use(machine: OnCard, *words: object) -> str:
     return attempt.output
 
 
+@pytest.mark.slow
 def test_results_answer_and_are_evaluated_on_a_card(machine: OnCard) -> None:
     final = machine.completed("finetune", *ONE).out_dir / "final"
     asked = ("generate", final, "--prompt", "what is the colour of cat", "--max_new_tokens", "4")
@@ -437,6 +438,7 @@ def test_a_result_does_tasks_on_a_card_as_on_a_cpu(machine: OnCard, tasks: Path)
         assert one["value"] == pytest.approx(other["value"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_results_become_other_files_beside_a_card(machine: OnCard, tmp_path: Path) -> None:
     final = machine.completed("finetune", *ONE, *NF4).out_dir / "final"
     use(machine, "merge", final, "--out", tmp_path / "merged")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from command import command_environment
+from rank_jobs import layouts
 from simulated_card.build import needs_card
 from simulated_card.machine import Machine, cards, machine, with_cards
 
@@ -18,6 +19,13 @@ MOST = {
     "generation, TinyLlama 1.1B": (799, 36, 2.34),
 }
 """Launches of a step and of a layer in it, and gigabytes that it reads and writes."""
+OFTEN = [
+    ("full, TinyLlama 1.1B",),
+    ("QLoRA nf4 of all layers, Llama 2 7B",),
+    ("experts, LoRA of attention, Qwen3 MoE",),
+    ("generation, TinyLlama 1.1B",),
+]
+"""Outside the matrix."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,7 @@ def work_of(name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MOST)
+@pytest.mark.parametrize("name", layouts([(name,) for name in MOST], OFTEN))
 def test_a_step_launches_and_moves_no_more_than_before(name: str, h100: Machine) -> None:
     step, of_layer = h100.run(work_of, name)
     most_launches, most_in_layer, most_gigabytes = MOST[name]
@@ -47,6 +55,7 @@ def test_a_step_launches_and_moves_no_more_than_before(name: str, h100: Machine)
     assert step[0] > 0.95 * most_launches and step[1] > 0.95 * most_gigabytes
 
 
+@pytest.mark.slow
 def test_reads_writes_and_products_are_counted_and_views_are_free(h100: Machine) -> None:
     def body() -> list[list[int]]:
         import torch
@@ -84,6 +93,7 @@ def test_reads_writes_and_products_are_counted_and_views_are_free(h100: Machine)
     ]
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_for_each_generated_token(h100: Machine) -> None:
     def body() -> list[int]:
         import torch

@@ -6,12 +6,14 @@ run, on rank 0, without what the measurement of memory adds in the steps that it
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from on_card import OnCard, on_card
 from preloaded import Preloaded
-from rank_jobs import require_deepspeed
+from rank_jobs import repeated, require_deepspeed
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
 from tiny import make_llama
@@ -58,6 +60,11 @@ WAITS_IN_A_STEP = {
 MICRO_STEPS = {"single": 3, "ddp": 2, "fsdp": 2, "ZeRO-2": 2, "ZeRO-3": 2}
 
 
+def in_places(places: Iterable[str]) -> list[Any]:
+    """Parameters of a test: several ranks are for the slow ones."""
+    return [pytest.param(place, marks=[pytest.mark.slow] * (place != "single")) for place in places]
+
+
 @pytest.fixture(scope="module")
 def machine(
     server_with_cards: Preloaded,
@@ -79,19 +86,14 @@ def counted(
     return machine.counts(found.out_dir).of_step(STEP, *kinds)
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        place if place in ("single", "fsdp") else pytest.param(place, marks=pytest.mark.slow)
-        for place in PLACES
-    ],
-)
+@pytest.mark.parametrize("place", in_places(PLACES))
 def test_the_host_waits_where_numbers_are_read_and_nowhere_else(
     machine: OnCard, place: str
 ) -> None:
     assert counted(machine, place, *WAITS) == WAITS_IN_A_STEP[place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [("--precision", "bf16-true"), ("--train.padding_free", "true")], ids=["varlen", "sdpa"]
 )
@@ -110,6 +112,7 @@ def test_sequence_lengths_reach_the_card_without_a_wait(
     assert not any("language_model" in what for what in sent)
 
 
+@pytest.mark.slow
 def test_activations_leave_the_card_and_come_back_without_a_wait(
     machine: OnCard, tmp_path: Path
 ) -> None:
@@ -128,7 +131,7 @@ def test_activations_leave_the_card_and_come_back_without_a_wait(
     assert sent[f"to_device {copied}"] == (layers - 2) * MICRO_STEPS["single"]
 
 
-OFTEN = ("full in bf16", "QLoRA", "windows, LoRA", "experts, LoRA")
+OFTEN = ("QLoRA", "experts, LoRA")
 QLORA = ("--quantize", "bnb.nf4", "--precision", "bf16-true")
 MODELS = {
     "full": ("finetune_full", None, ()),
@@ -166,7 +169,8 @@ def of_ours(counts: dict[str, int]) -> dict[str, int]:
     return {place: count for place, count in counts.items() if place not in others}
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])  # with and without that kernel
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-true", *repeated("32-true")])  # with and without it
 def test_the_host_waits_once_for_the_rows_of_quantised_experts_in_a_layer(
     machine: OnCard, precision: str, tmp_path: Path
 ) -> None:
@@ -187,8 +191,9 @@ def of_check(counts: dict[str, int]) -> int:
 @pytest.mark.parametrize(
     "place",
     [
-        place if place == "single" else pytest.param(place, marks=pytest.mark.slow)
-        for place in PLACES
+        "single",
+        *(pytest.param(place, marks=pytest.mark.slow) for place in ("fsdp", "ZeRO-3")),
+        *repeated("ddp", "ZeRO-2"),
     ],
 )
 def test_a_save_waits_once_to_know_that_all_its_numbers_are_finite(
@@ -215,7 +220,7 @@ def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> N
     assert found == WAITS_IN_A_STEP["single"]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", in_places(PLACES))
 def test_batches_come_from_pinned_memory(machine: OnCard, place: str) -> None:
     """Seven tensors in a micro-step, and the numbers of its tokens; else only single numbers."""
     found = counted(machine, place, "to_device")
@@ -236,7 +241,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize("place", COLLECTIVES)
+@pytest.mark.parametrize("place", in_places(COLLECTIVES))
 def test_ranks_exchange_only_the_messages_of_a_step(machine: OnCard, place: str) -> None:
     found: Counter[str] = Counter()
     for key, count in counted(machine, place, "collective").items():

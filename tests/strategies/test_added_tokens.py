@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_jobs import Case, Outcome, assert_same_maths, chosen, layouts, make_run
+from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, chosen, layouts, make_run
 from safetensors.torch import load_file
 
 from ftkit.cli.app import run
@@ -53,6 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     def case(strategy: str, kind: str, **keys: Any) -> Case:
         method, tied = KINDS[kind]
         changes: tuple[tuple[str, Any], ...] = (
+            *NO_EVALUATION,
             ("data.add_tokens", TOKENS),
             ("optimizer.eps", 1e-6),
         )
@@ -61,7 +62,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         return Case(strategy, method, changes=changes, tied=tied, **keys)
 
     one = {("single", kind): case("single", kind) for kind in KINDS}
-    one |= {("half", kind): case("single", kind, stop_after=4) for kind in KINDS}
+    resumed = sorted(kind for strategy, kind in wanted if strategy == "resumed")
+    one |= {("half", kind): case("single", kind, stop_after=4) for kind in resumed}
     alone = run_cases(1, list(one.values()))
     known = {name: alone[a_case] for name, a_case in one.items()}
     two = {
@@ -79,7 +81,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     layouts(itertools.product((*STRATEGIES, "resumed"), KINDS), OFTEN),
 )
 def test_two_ranks_learn_as_one_does(strategy: str, kind: str, found: Found) -> None:
-    assert_same_maths(found[strategy, kind], found["single", kind])
+    assert_same_maths(found[strategy, kind], found["single", kind], validations=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

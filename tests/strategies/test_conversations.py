@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from rank_jobs import DEEPSPEED, Case, Outcome, Run, make_run
+from rank_jobs import Case, Outcome, Run, chosen, make_run, repeated
 from tiny import WORDS
 
 SPLIT = """
@@ -17,7 +17,9 @@ SPLIT = """
 {%- if add_generation_prompt -%}<assistant>{%- endif -%}
 """
 """Shows what the assistant thought in its last turn alone, so that conversations are split."""
-KEYS = ("ddp", "fsdp", DEEPSPEED)
+KEYS = ("ddp", *repeated("fsdp", "deepspeed"))
+"""Under FSDP a run resumes."""
+pytestmark = pytest.mark.slow
 
 
 def conversation(rng: random.Random) -> dict[str, Any]:
@@ -53,6 +55,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Any], ...
         ("data.path", str(directory / "chats.jsonl")),
         ("data.chat_template", str(directory / "template.jinja")),
         ("train.epochs", 1),
+        ("eval.max_new_tokens", 0),
+        ("eval.exact_match", 0),
+        ("eval.rouge_l", 0),
     )
 
 
@@ -74,10 +79,14 @@ def alone(run: Run, data: tuple[tuple[str, Any], ...]) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def in_two(
-    run: Run, data: tuple[tuple[str, Any], ...], alone: dict[str, Outcome]
+    run: Run,
+    data: tuple[tuple[str, Any], ...],
+    alone: dict[str, Outcome],
+    request: pytest.FixtureRequest,
 ) -> dict[str, Outcome]:
-    cases = {name: Case(name, "lora", changes=data) for name in ("ddp", "fsdp")}
-    cases["deepspeed"] = Case("deepspeed", "lora", changes=data)
+    selected = chosen(request, test_two_ranks_learn_from_conversations_as_one_does)
+    names = [params["strategy"] for params in selected]
+    cases = {name: Case(name, "lora", changes=data) for name in names}
     cases["resumed"] = Case("fsdp", "lora", changes=data, start=alone["half"].out_dir)
     found = run(2, list(cases.values()))
     return {name: found[case] for name, case in cases.items()}

@@ -53,14 +53,15 @@ ON_TWO = [
     ("fsdp", "averaged, updated in the backward pass"),
 ]
 OFTEN = [
-    ("fsdp", "matrices of the last layer"),
     ("deepspeed", "matrices of the last layer"),
-    ("ddp", "head"),
-    ("fsdp", "tied embedding"),
     ("fsdp", "averaged, updated in the backward pass"),
 ]
-"""Outside the matrix; the others repeat them."""
-on_two_ranks = pytest.mark.parametrize(("strategy", "part"), layouts(ON_TWO, OFTEN))
+OFTEN_CONTINUED = [
+    ("fsdp", "matrices of the last layer"),
+    ("ddp", "head"),
+    ("fsdp", "tied embedding"),
+]
+"""Outside the matrix; the others repeat them, and what continues under a strategy learns there."""
 CUT = 4
 """Steps of a first session."""
 
@@ -152,14 +153,14 @@ def test_the_result_is_a_whole_model_of_which_the_part_alone_is_trained(
     assert resolved.trainable_parameters == numbers
 
 
-@on_two_ranks
+@pytest.mark.parametrize(("strategy", "part"), layouts(ON_TWO, OFTEN))
 def test_two_ranks_train_a_part_as_one_does(
     on_two: dict[Case, Outcome], alone: dict[Case, Outcome], strategy: str, part: str
 ) -> None:
     assert_same_losses(on_two[case_of(part, strategy)], alone[case_of(part, "single")])
 
 
-@on_two_ranks
+@pytest.mark.parametrize(("strategy", "part"), layouts(ON_TWO, OFTEN_CONTINUED))
 def test_a_part_continues_under_another_strategy(
     on_two: dict[Case, Outcome], alone: dict[Case, Outcome], strategy: str, part: str
 ) -> None:

@@ -67,6 +67,8 @@ LONGER = {
     "linear": (),
 }
 """Schedules of a run that is made longer after `CUT` of its 9 steps, with what they need."""
+LONGER_OFTEN = [("wsd",), ("cosine",)]
+"""Outside the matrix: one whose rate depends on the last step throughout, and one in its decay."""
 
 
 def schedule(kind: str, epochs: int, **keys: Any) -> Case:
@@ -81,12 +83,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def alone(run: Run) -> dict[str, Outcome]:
-    """Runs on one rank: at once, in two sessions, and extended."""
+def alone(run: Run, request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """Runs on one rank: at once, in two sessions, and extended with the selected schedules."""
+    extended = chosen(request, test_an_extended_run_continues_as_the_longer_run)
+    kinds = [params["kind"] for params in extended]
     firsts = {
         "first": dataclasses.replace(CONTROLLED["single"], stop_after=CUT),
-        **{f"{kind}, first": schedule(kind, 2, stop_after=CUT) for kind in LONGER},
-        **{f"{kind}, whole": schedule(kind, 3) for kind in LONGER},
+        **{f"{kind}, first": schedule(kind, 2, stop_after=CUT) for kind in kinds},
+        **{f"{kind}, whole": schedule(kind, 3) for kind in kinds},
     }
     began = run(1, [CONTROLLED["single"], *firsts.values()])
     found = {name: began[case] for name, case in firsts.items()}
@@ -94,7 +98,7 @@ def alone(run: Run) -> dict[str, Outcome]:
         "resumed": dataclasses.replace(CONTROLLED["single"], start=found["first"].out_dir),
         **{
             f"{kind}, longer": schedule(kind, 3, start=found[f"{kind}, first"].out_dir)
-            for kind in LONGER
+            for kind in kinds
         },
     }
     ended = run(1, list(seconds.values()))
@@ -158,7 +162,7 @@ def test_a_run_resumed_after_its_best_step_equals_the_uninterrupted_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LONGER)
+@pytest.mark.parametrize("kind", layouts([(kind,) for kind in LONGER], LONGER_OFTEN))
 def test_an_extended_run_continues_as_the_longer_run(alone: dict[str, Outcome], kind: str) -> None:
     found, whole = alone[f"{kind}, longer"], alone[f"{kind}, whole"]
     assert len(found.rows) == 14 and rates(found)[CUT:] == rates(whole)[CUT:]
@@ -331,7 +335,7 @@ def test_average_patience_and_best_step_resume_under_another_strategy(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", layouts([("ddp",), ("fsdp",), ("deepspeed",)], [("fsdp",)]))
+@pytest.mark.parametrize("strategy", repeated("ddp", "fsdp", "deepspeed"))
 def test_resuming_under_the_same_strategy_is_exact(
     moves: dict[tuple[str, str], Outcome], controlled: dict[str, Outcome], strategy: str
 ) -> None:

@@ -74,6 +74,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     assert len(expected.validation_losses) > 1
 
 
+@pytest.mark.slow
 def test_equal_weights_change_nothing_and_others_do(single: dict[str, Outcome]) -> None:
     assert_same(single["equal"], single["plain"])
     assert single["different"].losses != pytest.approx(single["plain"].losses, rel=1e-3)
@@ -82,6 +83,7 @@ def test_equal_weights_change_nothing_and_others_do(single: dict[str, Outcome]) 
     assert before["different"] != pytest.approx(before["plain"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_adapted_loss_is_smaller_and_validated_by_cross_entropy(
     single: dict[str, Outcome],
 ) -> None:
@@ -91,6 +93,7 @@ def test_an_adapted_loss_is_smaller_and_validated_by_cross_entropy(
     assert adapted.validation_losses[-1] < adapted.validation_losses[0]
 
 
+@pytest.mark.slow
 def test_a_z_loss_is_reported_for_each_step_and_no_part_of_validations(
     single: dict[str, Outcome],
 ) -> None:
@@ -104,7 +107,7 @@ def test_a_z_loss_is_reported_for_each_step_and_no_part_of_validations(
 @pytest.mark.parametrize(
     ("strategy", "micro_batch_size"),
     [
-        pytest.param("fsdp", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", 3, marks=pytest.mark.slow),
         pytest.param("ddp", 2, marks=pytest.mark.matrix),
         pytest.param("deepspeed", 2, marks=[pytest.mark.matrix, needs_deepspeed]),
     ],

@@ -28,6 +28,9 @@ COMMON: dict[str, Any] = {
     "data.prompt_style": "litgpt.prompts.Default",
     "train.max_steps": STEPS,
     "eval.interval": 3,
+    "eval.max_new_tokens": 2,
+    "eval.exact_match": 1,
+    "eval.rouge_l": 1,
     # A bias of keys that are not rotated changes no weight of attention: its gradient is what
     # rounding leaves, which Adam would turn into steps of 1e-5 below its usual eps of 1e-8.
     "optimizer.eps": 1e-6,

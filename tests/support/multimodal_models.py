@@ -403,11 +403,18 @@ PLANNED: dict[str, dict[str, Any]] = {
 """Those that plans of published configurations need, and no test."""
 SOME = ("gemma3", "llama4", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava")
 """Those that differ most."""
+MORE = ("gemma3n", "gemma4", "qwen3_5_moe", "deepseek_vl_v2")
+"""Those whose language models take something else beside tokens, or have other layers."""
 EACH = (
-    *(model if model in SOME else pytest.param(model, marks=pytest.mark.slow) for model in MODELS),
-    *(pytest.param(model, marks=[pytest.mark.slow, pytest.mark.matrix]) for model in SELDOM),
+    *SOME,
+    *(pytest.param(model, marks=pytest.mark.slow) for model in MODELS if model in MORE),
+    *(
+        pytest.param(model, marks=pytest.mark.matrix)
+        for model in MODELS | SELDOM
+        if model not in (*SOME, *MORE)
+    ),
 )
-"""All, as cases of a test."""
+"""All, as cases of a test; those outside the matrix have every kind of layer."""
 
 
 def _auto_class(config: transformers.PretrainedConfig) -> Any:

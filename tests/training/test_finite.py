@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from command import command_environment, command_line
+from command import Command
 from messages import says
-from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, run_here, write_job
+from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, repeated, run_here, write_job
 from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
@@ -289,7 +289,10 @@ def test_one_number_in_a_tensor_is_enough(value: float, dtype: torch.dtype) -> N
 # As a command
 
 
-def command(out: Path, *more: object, begin: bool = True) -> subprocess.CompletedProcess[str]:
+Ended = subprocess.CompletedProcess[str]
+
+
+def trained(ftkit: Command, out: Path, *more: object) -> Ended:
     words = (
         *("finetune_full", "embedded:quickstart", "--data", "JSON"),
         *("--data.path", "embedded:quickstart", "--out_dir", out, "--train.lr_warmup_steps", 0),
@@ -297,21 +300,17 @@ def command(out: Path, *more: object, begin: bool = True) -> subprocess.Complete
         *("--train.micro_batch_size", 8, "--eval.max_iters", 1, "--eval.max_new_tokens", 0),
         *("--train.save_interval", 1, "--checkpoint.keep_last", 1),
     )
-    return said(*(words if begin else ()), *more)
-
-
-def said(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command_line(*words), capture_output=True, text=True, env=command_environment(), timeout=300
-    )
+    return ftkit(*words, *more)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", ["1e30", "1e39"])  # finite weights that give NaN, and NaN
-def test_the_printed_command_goes_on_before_it_with_a_lower_rate(tmp_path: Path, rate: str) -> None:
+def test_the_printed_command_goes_on_before_it_with_a_lower_rate(
+    ftkit: Command, tmp_path: Path, rate: str
+) -> None:
     out = tmp_path / "out"
-    assert command(out, "--train.max_steps", 1, "--optimizer.lr", "1e-3").returncode == 0
-    ended = command(out, "--train.max_steps", 4, "--optimizer.lr", rate, "--resume", "auto")
+    assert trained(ftkit, out, "--train.max_steps", 1, "--optimizer.lr", "1e-3").returncode == 0
+    ended = trained(ftkit, out, "--train.max_steps", 4, "--optimizer.lr", rate, "--resume", "auto")
     assert ended.returncode == 1, ended.stdout + ended.stderr
     report = json.loads((out / "report.json").read_text())
     assert report["outcome"] == "failed" and "lower learning rate" in report["exit_reason"]
@@ -320,7 +319,7 @@ def test_the_printed_command_goes_on_before_it_with_a_lower_rate(tmp_path: Path,
     ]
     words = shlex.split(line.removeprefix("continue with: ftkit "))
     assert words[words.index("--optimizer.lr") + 1] == "0.0001"
-    done = said(*words)
+    done = ftkit(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing from step 1" in done.stdout + done.stderr
     assert Store(out / "checkpoints").steps() == [4]
@@ -341,10 +340,13 @@ class Spoils(ftkit.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", DEEPSPEED])
-def test_all_ranks_end_if_a_gradient_of_one_is_not_finite(tmp_path: Path, strategy: str) -> None:
+def test_all_ranks_end_if_a_gradient_of_one_is_not_finite(
+    ftkit: Command, tmp_path: Path, strategy: str
+) -> None:
     plugin, out = tmp_path / "spoils.py", tmp_path / "out"
     plugin.write_text(SPOILS)
-    ended = command(
+    ended = trained(
+        ftkit,
         *(out, "--train.max_steps", 3, "--optimizer.lr", "1e-3", "--devices", 2),
         *("--strategy", strategy, "--plugin", plugin),
     )
@@ -355,10 +357,13 @@ def test_all_ranks_end_if_a_gradient_of_one_is_not_finite(tmp_path: Path, strate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", DEEPSPEED])
-def test_no_rank_saves_an_update_that_overflows(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", [*repeated("ddp"), "fsdp", DEEPSPEED])
+def test_no_rank_saves_an_update_that_overflows(
+    ftkit: Command, tmp_path: Path, strategy: str
+) -> None:
     out = tmp_path / "out"
-    ended = command(
+    ended = trained(
+        ftkit,
         *(out, "--train.max_steps", 1, "--optimizer.lr", "3e38", "--devices", 2),
         *("--optimizer.weight_decay", "1e3", "--strategy", strategy),
     )

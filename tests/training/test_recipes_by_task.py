@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, Command
 from huggingface_hub import constants
+from rank_jobs import layouts
 from transformers_models import make_transformers_model
 
 from ftkit.models.pretrained import hub
@@ -19,6 +20,7 @@ from ftkit.utils import embedded
 TEMPLATE = ROOT / "ftkit/models/chat_templates/named/qwen.jinja"
 CARD = re.compile(r"--gpu (\S+)\): needs ([\d.]+) to ([\d.]+) GiB")
 MAX_DATA_BYTES = 200_000
+STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ TASKS = {
     "pairs": Task(column="accuracy"),
     "qlora-16gb": Task(),
 }
+OFTEN = [("tool-calls",), ("documents",), ("experts",), ("pairs",), ("qlora-16gb",)]
+"""Outside the matrix: the others are chats as well."""
 
 
 def recipe_of(name: str) -> Path:
@@ -68,7 +72,7 @@ def test_the_table_of_recipes_has_each_of_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", layouts([(name,) for name in TASKS], OFTEN))
 def test_a_recipe_fits_the_card_that_it_names_as_it_says(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -86,21 +90,21 @@ def test_a_recipe_fits_the_card_that_it_names_as_it_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", layouts([(name,) for name in TASKS], OFTEN))
 def test_a_recipe_learns_from_its_made_data(name: str, ftkit: Command, tmp_path: Path) -> None:
     task = TASKS[name]
     base, out = tiny_model(tmp_path / "tiny", task.family), tmp_path / "out"
     ended = ftkit(
         *(task.command, recipe_of(name), "--checkpoint_dir", base, "--out_dir", out),
-        *("--precision", "32-true", "--train.max_steps", 12, "--train.epochs", 12),
+        *("--precision", "32-true", "--train.max_steps", STEPS, "--train.epochs", STEPS),
         *("--optimizer.lr", 0.01),
-        *("--eval.interval", 12, "--eval.max_iters", 2, "--eval.max_new_tokens", 4),
+        *("--eval.interval", STEPS, "--eval.max_iters", 2, "--eval.max_new_tokens", 2),
     )
     assert ended.returncode == 0, ended.stderr
     rows = read_metrics(out / "metrics.csv")
     assert all(math.isfinite(row["loss"]) and row[task.column] is not None for row in rows)
     first, *_, last = read_validation(out / "validation.csv")
-    assert (first["step"], last["step"]) == (0, 12)
+    assert (first["step"], last["step"]) == (0, STEPS)
     before, after = first["val_loss"], last["val_loss"]
     assert before is not None and after is not None and after < before
     assert "not used" not in ended.stdout and "refused" not in ended.stdout

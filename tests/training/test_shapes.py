@@ -13,7 +13,7 @@ import pytest
 from fixed_shapes import compile_shapes
 from messages import says
 from plugins import plugin_of
-from rank_jobs import NO_EVALUATION, Outcome, run_here
+from rank_jobs import NO_EVALUATION, Outcome, repeated, run_here
 from tiny import make_labelled, make_llama, make_pairs, make_records
 from transformers_models import make_transformers_model
 
@@ -75,11 +75,11 @@ def run(tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
             "train.global_batch_size": 7,
             "train.micro_batch_size": 3,
             "train.lr_warmup_steps": 0,
-            "train.epochs": 2,
+            "train.epochs": 1,
             "train.padding_free": None,
             "optimizer.lr": 3e-3,
             **dict(NO_EVALUATION),
-            "eval.interval": 3,
+            "eval.interval": 2,
         }
         values |= {key.replace("__", "."): value for key, value in keys.items()}
         overrides = [(key, json.dumps(value)) for key, value in values.items()]
@@ -112,8 +112,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return found
 
 
-OFTEN = ("answers", "weighted", "dpo", "kto", "reward", "distillation", "experts")
-"""Cases outside the slow tests, which have other terms of the same kinds."""
+FAST = ("answers", "dpo")
+OFTEN = (
+    *("weighted", "kto, with a reference beside", "reward", "distillation", "experts"),
+    "steps of some tokens",
+)
+"""Among the slow tests; the others are of the matrix, and have other terms of the same kinds."""
 CASES: dict[str, dict[str, Any]] = {
     "answers": {},
     "weighted": {"weighted": True},
@@ -136,7 +140,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES],
+    [
+        *FAST,
+        *(pytest.param(case, marks=pytest.mark.slow) for case in OFTEN),
+        *repeated(*(case for case in CASES if case not in (*FAST, *OFTEN))),
+    ],
 )
 def test_losses_are_those_without_and_shapes_are_few(
     run: Run,
@@ -239,9 +247,9 @@ def test_an_objective_of_a_plugin_gets_the_labels_of_samples_alone(
     run: Run, seen: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with using(plugin_of(tmp_path, OWN)):
-        usual = run("usual", objective="Own")
+        usual = run("usual", objective="Own", train__epochs=2)
         seen.clear()
         compile_shapes(monkeypatch)
-        fixed = run("fixed", objective="Own")
+        fixed = run("fixed", objective="Own", train__epochs=2)
     assert fixed.losses == pytest.approx(usual.losses, rel=1e-6)
     assert len({shape for shape, _ in seen}) <= MOST_LENGTHS < len(seen)

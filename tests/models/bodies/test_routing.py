@@ -162,7 +162,7 @@ def test_the_loss_with_that_of_routers_and_its_gradients_are_those_of_transforme
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_compiled_blocks_have_the_same_loss_gradients_and_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:

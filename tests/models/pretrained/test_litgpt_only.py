@@ -9,6 +9,7 @@ import pytest
 import torch
 from conversions import export, litgpt_logits
 from preloaded import Attempt, Preloaded
+from rank_jobs import layouts
 from runs import options
 from tiny import LITGPT_ONLY, make_litgpt_only
 
@@ -46,7 +47,10 @@ def train(server: Preloaded, common: list[str], tmp_path: Path) -> Callable[...,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", LITGPT_ONLY)
+@pytest.mark.parametrize(
+    "architecture",
+    layouts([(name,) for name in LITGPT_ONLY], [("phi-2",), ("Qwen3-30B-A3B",)]),
+)
 def test_a_full_fine_tune_ends_as_a_model_that_litgpt_loads(
     train: Callable[..., Attempt],
     architecture: str,

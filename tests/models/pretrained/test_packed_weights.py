@@ -15,6 +15,7 @@ import torch
 from command import Command
 from four_bits import numbers_of
 from fp8_models import STYLES, in_fp8
+from runs import WITHOUT_EVALUATION, options
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import make_data
@@ -343,6 +344,8 @@ def test_training_is_that_of_the_plain_model(
             *method.split(), "--checkpoint_dir", model, "--data", "JSON", "--data.path", data,
             "--train.max_steps", 2, "--accelerator", "cpu", "--precision", "bf16-true",
             "--out_dir", tmp_path / f"out-{model.name}",
+            "--train.global_batch_size", 4, "--train.micro_batch_size", 2,
+            *options(**WITHOUT_EVALUATION),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     first, second = (tmp_path / f"out-{name}" for name in ("packed", "plain"))
