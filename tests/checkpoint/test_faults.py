@@ -244,6 +244,7 @@ class Commit:
         return attempt.code != 0
 
 
+@pytest.mark.slow
 def test_a_run_survives_a_kill_while_it_commits(runs: MakeRuns, tmp_path: Path) -> None:
     assert Commit(runs("lora", Commit.STEPS), tmp_path).killed_at(20)
 

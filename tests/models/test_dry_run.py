@@ -105,6 +105,7 @@ def test_a_model_whose_code_fails_on_its_settings_is_refused(tmp_path: Path) -> 
         require_trainable(base, "single")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("deepseek_v4" not in NEWEST, reason="needs a newer transformers")
 def test_a_model_that_skips_modules_is_refused_where_ranks_would_wait(tmp_path: Path) -> None:
     settings = {"model_type": "deepseek_v4", **settings_of("deepseek_v4")}
@@ -114,6 +115,7 @@ def test_a_model_that_skips_modules_is_refused_where_ranks_would_wait(tmp_path: 
     require_trainable(base, "fsdp")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("inkling2_loop_text" not in MORE_MODELS, reason="needs a newer transformers")
 def test_a_model_that_torch_cannot_compile_is_refused_with_compile(tmp_path: Path) -> None:
     settings = {"model_type": "inkling2_loop_text", **settings_of("inkling2_loop_text")}

@@ -90,6 +90,7 @@ def spied_calls(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> set[tu
     return found
 
 
+@pytest.mark.slow
 def test_few_shapes_give_the_same_answers(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,6 +277,7 @@ def test_a_run_on_simulated_cards_learns_as_on_a_cpu(
 # --- Memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_that_is_followed_is_all_that_a_card_gave(machine: OnCard) -> None:
     """Bytes of the tensors followed in a step agree with the allocator within 1 %."""
     _, out = machine.run("finetune_full", *ONE, follows_memory=True)

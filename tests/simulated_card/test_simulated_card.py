@@ -29,6 +29,7 @@ def card() -> Iterator[Machine]:
 # --- Where things are -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_devices_do_not_mix(card: Machine) -> None:
     def body() -> list[str]:
         import torch
@@ -262,6 +263,7 @@ def test_memory_is_counted_as_torchs_allocator_counts_it(card: Machine) -> None:
     assert card.run(body) == [4096, 4608, 0, 4608, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_full_card_says_so_as_torch_does() -> None:
     def body() -> list[object]:
         import torch
@@ -427,6 +429,7 @@ def test_cards_have_properties(card: Machine) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_kernels_that_torch_has_can_be_chosen() -> None:
     old = cards("v100", archs=("sm_50", "sm_60", "sm_70"), cuda="12.6")
 
@@ -492,6 +495,7 @@ def test_settings_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert Cards.here() is None
 
 
+@pytest.mark.slow
 def test_a_driver_that_torch_cannot_use_shows_no_cards() -> None:
     old = cards("h100", usable=False, driver="525.60.13")
     program = (

@@ -213,6 +213,7 @@ def test_a_save_waits_once_to_know_that_all_its_numbers_are_finite(
         assert Counter(saved) - Counter(before) == (agreement if ranks > 1 else {})
 
 
+@pytest.mark.slow
 def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> None:
     found = counted(machine, "single", *WAITS, faults=("reads_a_number_in_each_micro_step",))
     planted = "item item faults.py:reading"

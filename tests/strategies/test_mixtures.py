@@ -12,6 +12,7 @@ from ftkit.data.samples.sampler import EpochOrder
 from ftkit.runs.report.metrics import read_validation
 
 OF_RUNS = ("some.json", "others.json")
+pytestmark = pytest.mark.slow
 VALIDATED = (("eval.interval", 3), ("eval.exact_match", 4), ("eval.max_new_tokens", 2))
 SHORT = (*VALIDATED, ("train.epochs", 1))
 

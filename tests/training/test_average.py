@@ -59,6 +59,7 @@ def parameters(state: StoredState) -> list[str]:
     return [name.partition("/")[2] for name in state.names() if name.startswith(f"{AVERAGE}/")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_has_the_weights_and_their_average_over_the_steps_in_float32(
     outcomes: dict[Case, Outcome], name: str
@@ -76,6 +77,7 @@ def test_a_checkpoint_has_the_weights_and_their_average_over_the_steps_in_float3
         assert not torch.equal(found, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_result_and_a_checkpoint_that_is_used_are_the_average(
     outcomes: dict[Case, Outcome], name: str
@@ -99,6 +101,7 @@ def numbers_of(place: Path) -> Mapping[str, torch.Tensor]:
     return {name: value[:] for name, value in full_weights(result, base)}
 
 
+@pytest.mark.slow
 def test_training_is_as_without_it_and_validation_is_of_it(
     outcomes: dict[Case, Outcome],
 ) -> None:
@@ -112,6 +115,7 @@ def test_training_is_as_without_it_and_validation_is_of_it(
     )
 
 
+@pytest.mark.slow
 def test_an_average_may_be_switched_on_or_off_or_changed_on_resume(run: Run) -> None:
     shorter = (*EVERY_STEP, ("train.max_steps", 3))
     without, beginning = (

@@ -48,6 +48,7 @@ def test_a_job_of_another_machine_begins_where_it_is_read(tmp_path: Path) -> Non
     assert Job.read(file).began_s >= made.began_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift_s", [pytest.param(-DAYS_S, marks=pytest.mark.matrix), DAYS_S])
 def test_a_run_goes_on_and_reports_its_time_when_the_clock_is_set(
     shift_s: float, start: Start, tmp_path: Path

@@ -123,6 +123,7 @@ def test_an_interrupted_computation_goes_on_where_it_was(
     assert found.losses[0] == pytest.approx(math.log(2), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_model_that_an_adapter_makes_is_the_reference_of_its_further_training(
     train: TrainPairs, computed: Computed
 ) -> None:

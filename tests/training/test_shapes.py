@@ -243,6 +243,7 @@ class Own(ftkit.Objective):
 """
 
 
+@pytest.mark.slow
 def test_an_objective_of_a_plugin_gets_the_labels_of_samples_alone(
     run: Run, seen: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -292,6 +292,7 @@ def test_gradients_are_freed_before_the_forward_of_the_next_step(
     assert alive == [False, True] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_copies_for_a_save_take_the_predicted_memory(
     train: Train, base: Path, monkeypatch: pytest.MonkeyPatch, method: Method
@@ -488,6 +489,7 @@ def test_every_step_has_a_row_and_the_report_its_sums(full: Result) -> None:
     assert report.peak_memory is not None and report.peak_memory.rss_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
 def test_loggers_write_beside_metrics_csv(
     train: Train, logger: str, monkeypatch: pytest.MonkeyPatch
@@ -503,6 +505,7 @@ def test_loggers_write_beside_metrics_csv(
     assert len(list(result.out_dir.rglob(pattern))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_measuring_memory_changes_no_number(
     train: Train, monkeypatch: pytest.MonkeyPatch, method: Method

@@ -128,6 +128,7 @@ def test_lora_is_refused_before_training_with_a_word_that_works(
     assert measured.result_layout is None
 
 
+@pytest.mark.slow
 def test_a_plan_says_in_which_layout_the_result_will_be(
     tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
