@@ -191,7 +191,7 @@ def test_runs_in_any_layout_have_the_losses_of_unpacked_weights(
             "--train.max_steps", 3, "--accelerator", "cpu", "--precision", "32-true",
             "--lora_dropout", 0, "--out_dir", out,
             "--train.global_batch_size", 4, "--train.micro_batch_size", 2,
-            *options(**WITHOUT_EVALUATION),
+            *options(**WITHOUT_EVALUATION), within_s=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return [float(row["loss"] or 0) for row in read_metrics(out / "metrics.csv")]

@@ -300,7 +300,7 @@ def trained(ftkit: Command, out: Path, *more: object) -> Ended:
         *("--train.micro_batch_size", 8, "--eval.max_iters", 1, "--eval.max_new_tokens", 0),
         *("--train.save_interval", 1, "--checkpoint.keep_last", 1),
     )
-    return ftkit(*words, *more)
+    return ftkit(*words, *more, within_s=300)
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_the_printed_command_goes_on_before_it_with_a_lower_rate(
     ]
     words = shlex.split(line.removeprefix("continue with: ftkit "))
     assert words[words.index("--optimizer.lr") + 1] == "0.0001"
-    done = ftkit(*words)
+    done = ftkit(*words, within_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing from step 1" in done.stdout + done.stderr
     assert Store(out / "checkpoints").steps() == [4]

@@ -345,7 +345,7 @@ def test_training_is_that_of_the_plain_model(
             "--train.max_steps", 2, "--accelerator", "cpu", "--precision", "bf16-true",
             "--out_dir", tmp_path / f"out-{model.name}",
             "--train.global_batch_size", 4, "--train.micro_batch_size", 2,
-            *options(**WITHOUT_EVALUATION),
+            *options(**WITHOUT_EVALUATION), within_s=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     first, second = (tmp_path / f"out-{name}" for name in ("packed", "plain"))
