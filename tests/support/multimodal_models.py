@@ -403,7 +403,7 @@ PLANNED: dict[str, dict[str, Any]] = {
 """Those that plans of published configurations need, and no test."""
 SOME = ("gemma3", "llama4", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava")
 """Those that differ most."""
-MORE = ("gemma3n", "gemma4", "qwen3_5_moe", "deepseek_vl_v2")
+MORE = ("gemma3n", "gemma4", "qwen3_5_moe", "mllama")
 """Those whose language models take something else beside tokens, or have other layers."""
 EACH = (
     *SOME,
