@@ -19,21 +19,19 @@ from transformers_models import make_transformers_model
 from ftkit.models import language_model
 from ftkit.models.language_model import LanguageModel, compiled_graphs, outline
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.planning.simulate import with_layers
 from ftkit.recipe.recipe import LoraRecipe, Memory, Recipe
 
-QUICKSTART = "embedded:quickstart"
 LENGTHS = [(7, 5, 9), (4, 4, 4, 4), (12,), (3, 30, 2), (9, 9), (17, 3, 3, 3)]
 RECIPES: dict[str, Recipe] = {
-    "full": Recipe(checkpoint_dir=QUICKSTART),
+    "full": Recipe(checkpoint_dir="it"),
     "LoRA, checkpointed": LoraRecipe(
-        checkpoint_dir=QUICKSTART,
+        checkpoint_dir="it",
         memory=Memory(activation_checkpointing=True),
         lora_dropout=0.3,
     ),
-    "DoRA": LoraRecipe(checkpoint_dir=QUICKSTART, lora_variant="dora", lora_dropout=0.3),
-    "QLoRA": LoraRecipe(checkpoint_dir=QUICKSTART, quantize="bnb.nf4", lora_mlp=True),
-    "int8": LoraRecipe(checkpoint_dir=QUICKSTART, quantize="bnb.int8"),
+    "DoRA": LoraRecipe(checkpoint_dir="it", lora_variant="dora", lora_dropout=0.3),
+    "QLoRA": LoraRecipe(checkpoint_dir="it", quantize="bnb.nf4", lora_mlp=True),
+    "int8": LoraRecipe(checkpoint_dir="it", quantize="bnb.int8"),
 }
 MIXTURES: dict[str, tuple[str, Recipe]] = {
     "full": ("qwen3_moe", Recipe(checkpoint_dir="it")),
@@ -44,6 +42,11 @@ MIXTURES: dict[str, tuple[str, Recipe]] = {
     "another kind": ("granitemoe", LoraRecipe(checkpoint_dir="it", quantize="bnb.nf4")),
 }
 pytestmark = pytest.mark.slow  # a few seconds of tracing, half a minute with a compiler
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> BaseModel:
+    return open_base(str(make_llama(tmp_path / "base", num_hidden_layers=1)))
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +83,8 @@ def step(model: LanguageModel, lengths: tuple[int, ...]) -> tuple[float, list[Te
     return float(loss.detach()), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def assert_same(
-    recipe: Recipe, lengths: list[tuple[int, ...]], base: BaseModel | None = None
-) -> list[int]:
+def assert_same(recipe: Recipe, lengths: list[tuple[int, ...]], base: BaseModel) -> list[int]:
     """Steps of a compiled model and of a plain one; graphs after each step."""
-    base = base or with_layers(open_base(QUICKSTART), 1)
     plain, fast = (make_model(recipe, base, compile_=compile_) for compile_ in (False, True))
     before = compiled_graphs()
     counts = []
@@ -110,9 +110,11 @@ def assert_same(
         pytest.param("int8", marks=pytest.mark.matrix),
     ],
 )
-def test_other_lengths_need_no_other_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_lengths_need_no_other_graph(
+    name: str, base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(language_model, "COMPILE_BACKEND", "aot_eager")
-    counts = assert_same(RECIPES[name], LENGTHS)
+    counts = assert_same(RECIPES[name], LENGTHS, base)
     assert counts == [counts[0]] * len(LENGTHS)
     assert 0 < counts[0] < 12
 
@@ -146,5 +148,5 @@ def test_experts_stay_outside_whatever_tokens_choose_them(
 
 @pytest.mark.parametrize("name", ["LoRA, checkpointed", "DoRA"])
 @pytest.mark.matrix
-def test_compiled_code_computes_the_same_with_dropout(name: str) -> None:
-    assert_same(RECIPES[name], LENGTHS[:2])
+def test_compiled_code_computes_the_same_with_dropout(name: str, base: BaseModel) -> None:
+    assert_same(RECIPES[name], LENGTHS[:2], base)
