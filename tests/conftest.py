@@ -21,8 +21,10 @@ os.environ.update(OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # DeepSpeed's optimizer for the host takes a minute to compile. By default torch keeps it apart for
 # each kind of device, so it would be compiled again for simulated cards, with the same flags.
+# It includes files of the environment, so that each environment needs a place of its own.
 os.environ.setdefault(
-    "TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions/ftkit-tests")
+    "TORCH_EXTENSIONS_DIR",
+    str(Path.home() / ".cache/torch_extensions" / f"ftkit{sys.prefix.replace(os.sep, '-')}"),
 )
 if "PYTEST_XDIST_WORKER" not in os.environ:  # they share the cache of tokenised data
     os.environ["FTKIT_CACHE_DIR"] = tempfile.mkdtemp(prefix="ftkit-cache-")

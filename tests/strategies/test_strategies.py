@@ -304,6 +304,7 @@ IN_ALL = {
     "ZeRO-2 with offload, tokens",
     "ZeRO-3 with parameters offloaded",
     "fsdp with Muon",
+    "fsdp, compiled",
 }
 """Outside the matrix."""
 LEARNED = (*SGD, *MUON, *FOUR_BITS, *AVERAGED, *ONE_MICRO_STEP)
