@@ -18,6 +18,9 @@ SYNCHRONIZE = KINDS.index("synchronize")
 WAITS = ("item", "shape", "to_host", "synchronize")
 """Kinds for which the host waits until the device has done all that it was given."""
 
+# The directory of a clone is often called ftkit as well.
+_PACKAGE = f"{Path(__file__).parents[3]}/ftkit/"
+
 
 @dataclass(frozen=True, order=True)
 class Event:
@@ -91,8 +94,8 @@ def _where() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         place = f"{'/'.join(Path(file).parts[-2:])}:{frame.f_code.co_name}"
-        if "/ftkit/" in file and "site-packages" not in file:
-            return f"{file.rpartition('/ftkit/')[2]}:{frame.f_code.co_name}"
+        if file.startswith(_PACKAGE):
+            return f"{file.removeprefix(_PACKAGE)}:{frame.f_code.co_name}"
         if file.endswith("/tests/support/faults.py"):
             return place.partition("/")[2]
         if "/simulated_card/" not in file and "<" not in file and "/torch/" not in file:
