@@ -149,7 +149,7 @@ def launchers_here() -> Iterator[Launcher]:
 
 
 def launched(command: Sequence[str]) -> tuple[Launcher, ExternalRanks] | None:
-    """Return the launcher of this process and its ranks; None: it is no rank.
+    """Return what has started this process as a rank, and its ranks; None: nothing has.
 
     Args:
         command: the command line, for messages.

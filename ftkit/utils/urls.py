@@ -33,7 +33,7 @@ class UrlKind:
     bucket: str = r"[A-Za-z0-9][A-Za-z0-9._-]*"
     """Regular expression of the first word of the place."""
     bucket_rule: str = ""
-    """What that word is, where it is no name of a bucket of such letters."""
+    """What the error says of a first word that does not match; "": it names no bucket."""
 
 
 URL_KINDS: Registry[UrlKind] = Registry("url_kinds", (UrlKind,), core=())

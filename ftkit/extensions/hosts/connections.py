@@ -41,7 +41,7 @@ class Endpoint:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine from which packets to a host go; None: there is no route.
+    """The address from which this machine sends to a host; None: there is no route.
 
     It is a loopback address if the host is this machine. Nothing is sent.
     """
@@ -72,7 +72,7 @@ def chosen_interface(address: str | None) -> tuple[str, str]:
         address: of this machine, as others reach it.
 
     Raises:
-        UserError: there is no route to the other machines, or no interface of the given name.
+        UserError: no route leads to the other machines, or the named interface does not exist.
     """
     check_interfaces("gloo")
     # Of several, which gloo uses in turn, the first one is tested.

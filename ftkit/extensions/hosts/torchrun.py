@@ -75,16 +75,8 @@ def take_part(
 ) -> int:
     """Supervise this rank; on rank 0 also prepare the run and write the report.
 
-    Args:
-        placed: this rank.
-        recipe: of this process's own command line, of which its tokens of the hub are taken: they
-            are in no file that it could have from rank 0.
-        prepare: checks the recipe and claims the run's directory; takes `received`, the signals so
-            far, and `others`, the hosts that share no disk.
-        conclude: writes the report and returns the exit code.
-
-    Raises:
-        UserError: the processes do not find each other, or one is lost before the run starts.
+    Arguments and errors are those of `Launcher.take_part`. Tokens of the hub are taken from the
+    recipe of this process: they are in no file that it could have from rank 0.
     """
     # torchrun may be killed without a chance to end its processes.
     die_with_parent(os.getppid())

@@ -543,6 +543,7 @@ def test_a_wrong_adapter_is_refused_before_anything_starts(
 def indexed(tmp_path: Path) -> BaseModel:
     """A model of which an indexer in the last layer has a q_proj and a k_proj, too."""
     if "minimax_m3_vl_text" not in NEWEST:
+        # The oldest supported transformers does not have it.
         pytest.skip("MiniMax M3 needs transformers 5.24")
     kinds = ["full_attention", "minimax_m3_sparse"]
     made = make_transformers_model(tmp_path / "indexed", "minimax_m3_vl_text", layer_types=kinds)
