@@ -22,7 +22,7 @@ _MOST_HEADER_BYTES = 100 * 2**20
 """Limit of safetensors itself."""
 
 
-def remote_size_bytes(path: Path) -> int | None:
+def size_bytes(path: Path) -> int | None:
     """Length of a file at a url; None: it does not exist.
 
     Raises:
@@ -32,7 +32,7 @@ def remote_size_bytes(path: Path) -> int | None:
     return None if entry is None else entry.size_bytes
 
 
-def remote_blocks(path: Path, size_bytes: int) -> Iterator[bytes]:
+def blocks(path: Path, size_bytes: int) -> Iterator[bytes]:
     """Read a file at a url, block by block.
 
     Raises:

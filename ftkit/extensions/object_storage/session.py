@@ -31,21 +31,7 @@ def mirrored(
     goes_on: bool,
     several: bool = False,
 ) -> Iterator[Mirror]:
-    """Mirror a run at a url, which is claimed inside the block.
-
-    The end of the block uploads the rest. If it ends with an error, the url is left as it was.
-
-    Args:
-        run: its directory, locked.
-        on_message: called with what the user should know.
-        received: signals so far; another one ends the upload of the rest.
-        goes_on: whether the run there is continued; then its files are downloaded.
-        several: whether other machines take part, which see only what is at the url.
-
-    Raises:
-        UserError: another run holds the url, or it cannot be reached.
-        UploadFailed: something could not be uploaded.
-    """
+    """Mirror a run at a url, which is claimed inside the block. See `ftkit.runs.url_runs`."""
     try:
         objects = Objects.of(run.path)
         claim = RemoteClaim(objects)
@@ -87,11 +73,7 @@ def mirrored(
 
 
 def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
-    """Refuse a new run at a url where another one is running.
-
-    Raises:
-        UserError: one is, or the url cannot be reached.
-    """
+    """Refuse a new run at a url where another one is running. See `ftkit.runs.url_runs`."""
     try:
         claim = RemoteClaim(Objects.of(out_dir))
         claim.take(on_message)
@@ -147,16 +129,7 @@ class UrlCheckpoints:
 def url_checkpoints(
     path: Path, on_message: Callable[[str], None], *, hold: bool
 ) -> Iterator[UrlCheckpoints]:
-    """The checkpoints of a run at a url.
-
-    Args:
-        path: of the run, or of the checkpoints in it.
-        on_message: called with what the user should know.
-        hold: claim the url inside the block; otherwise nothing is written.
-
-    Raises:
-        UserError: a run is running there, or the url cannot be used.
-    """
+    """The checkpoints of a run at a url. See `ftkit.runs.url_runs`."""
     run = run_around(path)
     try:
         replica = Replica.of(run.path)

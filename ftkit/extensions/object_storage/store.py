@@ -1,6 +1,5 @@
 """What ftkit asks of a kind of url, in one place: the functions that its row names."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from ftkit.extensions.object_storage.download import (
@@ -16,8 +15,8 @@ from ftkit.extensions.object_storage.objects import Objects
 from ftkit.extensions.object_storage.providers import require_provider
 from ftkit.extensions.object_storage.ranges import (
     RangedSafetensors,
-    remote_blocks,
-    remote_size_bytes,
+    blocks,
+    size_bytes,
 )
 from ftkit.extensions.object_storage.replica import fetch_missing, fetch_whole
 from ftkit.extensions.object_storage.session import mirrored, require_unclaimed, url_checkpoints
@@ -42,16 +41,6 @@ __all__ = [
     "uploads",
     "url_checkpoints",
 ]
-
-
-def size_bytes(path: Path) -> int | None:
-    """Length of a file; None: it does not exist."""
-    return remote_size_bytes(path)
-
-
-def blocks(path: Path, size_bytes: int) -> Iterator[bytes]:
-    """Read a file, block by block."""
-    return remote_blocks(path, size_bytes)
 
 
 def tensors(path: Path, checksums: BlockChecksums | None) -> RangedSafetensors:
