@@ -258,6 +258,7 @@ ONE_OF_EACH_KIND = {
     "QLoRA, single to fsdp x2",
     "tied, fsdp x2 to deepspeed x2",
     "average alone, single to deepspeed x2",
+    "torch.optim.Adagrad, deepspeed x2",  # whose state exists before the first step
 }
 
 
