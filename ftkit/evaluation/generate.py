@@ -24,7 +24,7 @@ from ftkit.recipe.options import GenerateOptions
 from ftkit.redaction import printable
 from ftkit.utils.accelerators.use import free_cached_memory
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.formatting import marked
+from ftkit.utils.console.formatting import count_text, marked
 from ftkit.utils.files import write_durably
 from ftkit.utils.progress import print_notice
 from ftkit.utils.texts import explain_not_utf8
@@ -161,7 +161,7 @@ def _write(out: Path, entries: Sequence[dict[str, object]]) -> None:
         write_durably(out, "".join(lines))
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}).") from None
-    print_notice(f"{len(entries):,} answers in {out}", sys.stderr)
+    print_notice(f"{count_text(len(entries), 'answer')} in {out}", sys.stderr)
 
 
 def _compare(

@@ -5,126 +5,18 @@ Fixed keys decide what is learned, tunable ones how it is learned, all others ti
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import family_of
 from ftkit.recipe.parsing import to_dict
 from ftkit.recipe.peft_types import peft_options, peft_type
-from ftkit.recipe.recipe import LoraRecipe, Recipe
+from ftkit.recipe.recipe import Kind, LoraRecipe, Recipe
+from ftkit.recipe.recipe_keys import key_fields, kind_on_resume
 
-Kind = Literal["fixed", "tunable", "hardware"]
-"""Must stay equal; may change, with a notice; free."""
-
-KIND_OF: dict[str, Kind] = {
-    "checkpoint_dir": "hardware",  # the model is known by its fingerprint, wherever it lies
-    "out_dir": "hardware",
-    "precision": "tunable",
-    "accelerator": "hardware",
-    "devices": "hardware",
-    "num_nodes": "hardware",
-    "strategy": "hardware",
-    "model_implementation": "hardware",  # fixed: a checkpoint says which one, `open_base_model`
-    "compile": "hardware",
-    "kernels": "hardware",
-    "float8": "tunable",
-    "router_aux_loss_coef": "tunable",
-    "objective": "fixed",
-    "reference": "fixed",  # but for one in memory: known by its fingerprint, too
-    "teacher": "hardware",  # known by its fingerprint, wherever it lies
-    "data": "hardware",  # known by their fingerprint too, but for the keys in DATA_KIND_OF
-    "train.global_batch_size": "tunable",
-    "train.global_batch_tokens": "tunable",
-    "train.step_ends_with_epoch": "tunable",
-    "train.micro_batch_size": "hardware",
-    "train.micro_batch_tokens": "hardware",
-    "train.padding_free": "hardware",
-    "train.epochs": "tunable",
-    "train.max_steps": "tunable",
-    "train.max_time": "hardware",
-    "train.max_tokens": "hardware",  # always empty
-    "train.max_seq_length": "fixed",
-    "train.lr_warmup_steps": "tunable",
-    "train.lr_warmup_fraction": "tunable",
-    "train.lr_warmup_run_fraction": "tunable",
-    "train.lr_warmup_curve": "tunable",
-    "train.lr_schedule": "tunable",
-    "train.lr_decay_fraction": "tunable",
-    "train.min_lr": "tunable",
-    "train.lr_ends": "tunable",
-    "train.label_smoothing": "tunable",
-    "train.neftune_noise_alpha": "tunable",
-    "train.ema_decay": "tunable",
-    "train.max_norm": "tunable",
-    "train.decay_norms_and_biases": "tunable",
-    "train.optimizer_in_backward": "hardware",
-    "train.tie_embeddings": "fixed",
-    "train.only": "fixed",
-    "train.freeze": "fixed",
-    "train.from_scratch": "fixed",
-    "train.save_interval": "hardware",
-    "train.save_interval_epochs": "hardware",
-    "train.log_interval": "hardware",
-    "eval.interval": "hardware",
-    "eval.interval_epochs": "hardware",
-    "eval.patience": "tunable",
-    "eval.max_iters": "hardware",
-    "eval.sets": "tunable",  # no part of what is learned, but further columns in validation.csv
-    "eval.max_new_tokens": "hardware",
-    "eval.evaluate_example": "hardware",
-    "eval.initial_validation": "hardware",
-    "eval.final_validation": "hardware",
-    "eval.exact_match": "hardware",
-    "eval.rouge_l": "hardware",
-    "eval.tasks": "hardware",
-    "eval.limit": "hardware",
-    "eval.num_fewshot": "hardware",
-    "eval.apply_chat_template": "hardware",
-    "log.project": "hardware",
-    "log.run": "hardware",
-    "log.group": "hardware",
-    "checkpoint.save": "hardware",
-    "checkpoint.save_every": "hardware",
-    "checkpoint.time_between_losses": "hardware",
-    "checkpoint.keep_last": "hardware",
-    "checkpoint.keep_every": "hardware",
-    "checkpoint.keep_best": "hardware",
-    "checkpoint.result": "hardware",
-    "checkpoint.asynchronous": "hardware",
-    "checkpoint.max_staged_bytes": "hardware",
-    "memory.activation_checkpointing": "hardware",
-    "memory.offload_activations": "hardware",
-    "memory.shard_model_beside": "hardware",
-    "qat.weights": "tunable",
-    "qat.activations": "tunable",
-    "qat.group_size": "tunable",
-    "optimizer": "tunable",  # within a family: see carries_over
-    "logger_name": "hardware",
-    "seed": "fixed",
-    "deterministic": "hardware",
-    "resume": "hardware",
-    "access_token": "hardware",
-    "quantize": "fixed",
-    "peft": "fixed",
-    "lora_r": "fixed",
-    "lora_alpha": "fixed",
-    "lora_dropout": "tunable",
-    "lora_query": "fixed",
-    "lora_key": "fixed",
-    "lora_value": "fixed",
-    "lora_projection": "fixed",
-    "lora_mlp": "fixed",
-    "lora_experts": "fixed",
-    "lora_head": "fixed",
-    "lora_targets": "fixed",
-    "lora_skip_missing": "hardware",  # which layers there are, the model and lora_targets say
-    "lora_modules_to_save": "fixed",
-    "lora_variant": "fixed",
-    "lora_init": "fixed",
-    "lora_plus_ratio": "tunable",
-    "adapter": "fixed",
-}
-"""Every key of a recipe."""
+KIND_OF: dict[str, Kind] = {key: kind_on_resume(field) for key, field in key_fields(LoraRecipe)}
+"""Every key of a recipe. Some need a further look: `data` is known by its fingerprint but for the
+keys of _DATA_DEFAULTS, and an optimizer is tunable within a family."""
 
 _DATA_DEFAULTS: dict[str, Any] = {
     "mask_prompt": False,

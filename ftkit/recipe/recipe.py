@@ -1,15 +1,59 @@
 """The recipe: the settings of a run, as frozen dataclasses.
 
 Keys, nesting and defaults follow LitGPT's finetune recipes, so that those run unchanged. Each
-field is documented once, in the string below it; that string is also its ``--help``.
+field is documented once, in the string below it; that string is also its ``--help``. Its type says
+whether a resumed run may change it (`ftkit.recipe.changes`).
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from ftkit.recipe.loggers import CSV, logger_names
+
+_Value = TypeVar("_Value")
+Kind = Literal["fixed", "tunable", "hardware"]
+"""Whether a resumed run may change a key."""
+Fixed = Annotated[_Value, "fixed"]
+"""A key that decides what is learned: it must stay equal."""
+Tunable = Annotated[_Value, "tunable"]
+"""A key that decides how it is learned: it may change, with a notice."""
+Hardware = Annotated[_Value, "hardware"]
+"""A key that decides time, memory, or what is written and shown: it may change."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a key may have; it may have no number, or a word, as its type says."""
+
+    rule: str
+    """What they must do, as a part of a sentence: be at least 1."""
+    holds: Callable[[float], bool]
+    example: str
+    """A value that works."""
+
+
+def at_least(least: int) -> Range:
+    """Numbers from `least`."""
+    return Range(f"be at least {least}", lambda number: number >= least, str(least))
+
+
+def above_0(example: str) -> Range:
+    """Numbers above 0, such as the example."""
+    return Range("be above 0", lambda number: 0 < number < math.inf, example)
+
+
+def not_negative(example: str) -> Range:
+    """0 and the numbers above it, such as the example."""
+    rule = "be a finite number of at least 0"
+    return Range(rule, lambda number: 0 <= number < math.inf, example)
+
+
+FRACTION = Range("lie between 0 and 1", lambda number: 0 <= number <= 1, "0.1")
+SHARE = Range("lie in [0, 1)", lambda number: 0 <= number < 1, "0.05")
 
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "stored"]
@@ -45,100 +89,105 @@ class Component(TypedDict):
 class Train:
     """Length of the training, batch sizes and learning rate."""
 
-    global_batch_size: int = 16
+    global_batch_size: Annotated[Tunable[int], at_least(1)] = 16
     """Sequences per optimizer step, over all ranks; preference pairs count as one."""
-    global_batch_tokens: int | None = None
+    global_batch_tokens: Annotated[Tunable[int | None], at_least(1)] = None
     """In the place of global_batch_size: a step takes samples in their order up to so many tokens
     over all ranks, at least one, and ends with the epoch. How they lie in rows never changes it."""
-    step_ends_with_epoch: bool = False
+    step_ends_with_epoch: Tunable[bool] = False
     """Whether the last step of an epoch takes only the samples that are left, as in transformers'
     Trainer; else every step but the run's last one has the same size."""
-    micro_batch_size: int | Literal["auto"] | None = None
+    micro_batch_size: Annotated[Hardware[int | Literal["auto"] | None], at_least(1)] = None
     """Most sequences (or preference pairs) per forward pass on one rank. Affects time and memory,
     never the loss. auto: as many as are predicted to fit in the free memory of the device. Default:
     1, or with micro_batch_tokens as many as fit in it."""
-    micro_batch_tokens: int | Literal["auto"] | None = None
+    micro_batch_tokens: Annotated[Hardware[int | Literal["auto"] | None], at_least(1)] = None
     """Most tokens per forward pass on one rank, in rows without padding: a step takes as many
     forward passes as its sequences need, and a longer sequence gets one of its own. Models that
     only take padded micro-batches get as many sequences as the longest would fit in. Affects time
     and memory, never the loss. auto: as many as are predicted to fit in the free memory of the
     device."""
-    padding_free: bool | None = None
+    padding_free: Hardware[bool | None] = None
     """Concatenate the samples of a micro-batch into one row, without padding and without attention
     between them. Affects time and memory, never the loss. Default: on where it is faster, on CPUs
     and on GPUs with flash attention."""
-    epochs: int | None = 5
+    epochs: Annotated[Tunable[int | None], at_least(1)] = 5
     """Passes over the training data."""
-    max_steps: int | None = None
+    max_steps: Annotated[Tunable[int | None], at_least(1)] = None
     """Stop after this many optimizer steps."""
-    max_time: float | None = None
+    max_time: Annotated[Hardware[float | None], above_0("null for no limit")] = None
     """Stop after this many seconds of training."""
-    max_tokens: int | None = None
+    max_tokens: Hardware[int | None] = None
     """Not supported for fine-tuning (LitGPT's key for pretraining); leave empty."""
-    max_seq_length: int | None = None
+    max_seq_length: Annotated[Fixed[int | None], at_least(2)] = None
     """Cut sequences to this many tokens. Default: the context length of the model."""
-    lr_warmup_steps: int | Literal["auto"] | None = "auto"
+    lr_warmup_steps: Annotated[Tunable[int | Literal["auto"] | None], at_least(0)] = "auto"
     """Optimizer steps over which the learning rate rises to its full value. auto: 100, in
     a short run at most a tenth of its steps; a resumed run keeps the warm-up that it began with."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: Annotated[Tunable[float | None], FRACTION] = None
     """The warm-up as a fraction of an epoch, instead of lr_warmup_steps."""
-    lr_warmup_run_fraction: float | None = None
+    lr_warmup_run_fraction: Annotated[Tunable[float | None], FRACTION] = None
     """The warm-up as a fraction of all steps of the run, rounded up, instead of lr_warmup_steps."""
-    lr_warmup_curve: LrWarmupCurve = "linear"
+    lr_warmup_curve: Tunable[LrWarmupCurve] = "linear"
     """How the rate rises in the warm-up: linear, or quadratic, which begins more slowly."""
-    lr_schedule: LrSchedule = "cosine"
+    lr_schedule: Tunable[LrSchedule] = "cosine"
     """Learning rate after the warm-up. cosine, linear: decays until the end of the run; constant:
     stays the same; wsd (warm-up, stable, decay): stays the same, then decays linearly at the end of
     the run; inverse_sqrt: decays with the square root of the steps, independent of the length of
     the run."""
-    lr_decay_fraction: float = 0.1
+    lr_decay_fraction: Annotated[
+        Tunable[float], Range("be above 0 and at most 1", lambda x: 0 < x <= 1, "0.1")
+    ] = 0.1
     """For wsd: length of the final decay, as a fraction of all steps of the run."""
-    min_lr: float = 6e-5
+    min_lr: Annotated[Tunable[float], not_negative("0")] = 6e-5
     """Learning rate at the end of the decay."""
-    lr_ends: LrEnds = "within"
+    lr_ends: Tunable[LrEnds] = "within"
     """within: a warm-up of N steps begins with an Nth of the full rate, and the last step has
     train.min_lr. around: as in transformers, the first step of a warm-up has a rate of 0, and
     train.min_lr would be reached in the step after the last one."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[Tunable[float], SHARE] = 0.0
     """Share of each label that is spread evenly over the vocabulary in training, as in torch's
     cross_entropy. The training loss includes it, the validation loss does not."""
-    neftune_noise_alpha: float | None = None
+    neftune_noise_alpha: Annotated[Tunable[float | None], above_0("5, or null for no noise")] = None
     """NEFTune: add noise to the embeddings in training, uniform between -a and a, with a = this /
     sqrt(tokens of the sample * width); 5 is usual. Empty: no noise."""
-    ema_decay: float | None = None
+    ema_decay: Annotated[
+        Tunable[float | None],
+        Range("lie between 0 and 1", lambda x: 0 < x < 1, "0.999, or null for no average"),
+    ] = None
     """Keep an exponential moving average of the trained weights, in float32, with this decay per
     step; 0.99 to 0.9999 are usual. Validation, generated answers and the result use the average.
     Empty: no average."""
-    max_norm: float | None = None
+    max_norm: Annotated[Tunable[float | None], above_0("null for no limit")] = None
     """Clip gradients to this global norm."""
-    decay_norms_and_biases: bool = True
+    decay_norms_and_biases: Tunable[bool] = True
     """Whether optimizer.weight_decay also shrinks the weights of norms and all biases. False: they
     do not decay, as in transformers' Trainer."""
-    optimizer_in_backward: bool = False
+    optimizer_in_backward: Hardware[bool] = False
     """Update each parameter as soon as its gradient is computed, and free the gradient: the
     gradients never exist all at once. Does not change the result. Needs single or fsdp, no
     train.max_norm, and one micro-batch per step."""
-    tie_embeddings: bool | None = None
+    tie_embeddings: Fixed[bool | None] = None
     """Share the weights of embedding and head. Default: as in the base model."""
-    only: str | None = None
+    only: Fixed[str | None] = None
     """Only of finetune_full: train the parameters with a match of this regular expression in their
     Hugging Face name, such as embed_tokens or 'layers[.]{last 8}[.]'. {last 8} stands for the
     numbers of the last 8 layers, {first 8} for those of the first. All others stay frozen: they
     take no gradients, no optimizer state and no space in checkpoints."""
-    freeze: str | None = None
+    freeze: Fixed[str | None] = None
     """Only of finetune_full: do not train the parameters with a match of this regular expression in
     their Hugging Face name, even if train.only has chosen them."""
-    from_scratch: bool = False
+    from_scratch: Fixed[bool] = False
     """Only of finetune_full: begin with new random weights, drawn by the seed as transformers draws
     those of such a model, instead of the weights of checkpoint_dir, whose settings and tokenizer
     are used. The numbers are the same on any hardware."""
-    save_interval: int | None = 1000
+    save_interval: Annotated[Hardware[int | None], at_least(1)] = 1000
     """Optimizer steps between two checkpoints; empty: save by time only, see
     checkpoint.save_every."""
-    save_interval_epochs: float | None = None
+    save_interval_epochs: Annotated[Hardware[float | None], above_0("0.25")] = None
     """The same as a share of an epoch, instead of save_interval: 0.25 saves four times in an
     epoch."""
-    log_interval: int = 1
+    log_interval: Annotated[Hardware[int], at_least(1)] = 1
     """Optimizer steps between two values sent to the loggers of logger_name (metrics.csv has every
     step)."""
 
@@ -172,45 +221,46 @@ evaluate`."""
 class Eval:
     """When and how to evaluate on the validation data."""
 
-    interval: int = 600
+    interval: Annotated[Hardware[int], at_least(0)] = 600
     """Optimizer steps between validations."""
-    interval_epochs: float | None = None
+    interval_epochs: Annotated[Hardware[float | None], above_0("0.25")] = None
     """The same as a share of an epoch, instead of interval: 0.25 validates four times in an
     epoch."""
-    patience: int | None = None
+    patience: Annotated[Tunable[int | None], at_least(1)] = None
     """Stop training when this many validations in a row did not lower the best validation loss.
     Empty: no early stopping."""
-    max_iters: int = 100
+    max_iters: Annotated[Hardware[int], at_least(1)] = 100
     """Validate on at most this many batches of train.global_batch_size sequences."""
-    sets: dict[str, Any] | None = None
+    # Not part of what is learned, but further columns in validation.csv.
+    sets: Tunable[dict[str, Any] | None] = None
     """Further validation sets by name: {code: code.jsonl, french: {path: french.jsonl, columns:
     {output: answer}}}, or --eval.sets.code FILE. The loss on each is reported beside the validation
     loss. Their records are rendered like those of data; path, columns, subset, split, revision and
     data_files choose the records."""
-    max_new_tokens: int | None = 100
+    max_new_tokens: Annotated[Hardware[int | None], at_least(0)] = 100
     """Longest answer, in tokens, for the sample that is generated at each validation and for
     rouge_l; 0 or empty: generate no sample."""
-    evaluate_example: str | int = "first"
+    evaluate_example: Annotated[Hardware[str | int], at_least(0)] = "first"
     """Validation record for which a sample is generated: "first", "random", or its index."""
-    initial_validation: bool = False
+    initial_validation: Hardware[bool] = False
     """Validate before the first step."""
-    final_validation: bool = True
+    final_validation: Hardware[bool] = True
     """Validate after the last step."""
     # A key for each score and not a list of names, which would need the number of records besides.
-    exact_match: int = 0
+    exact_match: Annotated[Hardware[int], at_least(0)] = 0
     """Generate greedy answers to this many validation records before and after training, and report
     how many equal the expected text."""
-    rouge_l: int = 0
+    rouge_l: Annotated[Hardware[int], at_least(0)] = 0
     """Generate greedy answers to this many validation records before and after training, and report
     the mean ROUGE-L: how many words they share with the expected text, in order."""
-    tasks: list[str] | None = None
+    tasks: Hardware[list[str] | None] = None
     """Run these tasks of the lm-evaluation-harness before and after training (pip install
     'ftkit[tasks]'): names such as [arc_easy, gsm8k], task files, or directories of task files."""
-    limit: int | None = None
+    limit: Annotated[Hardware[int | None], at_least(1)] = None
     """Use this many records of each task. Default: all."""
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[Hardware[int | None], at_least(0)] = None
     """Examples in each prompt of a task. Default: as the task defines."""
-    apply_chat_template: bool = False
+    apply_chat_template: Hardware[bool] = False
     """Format the prompts of tasks with the chat template of the run. Default: plain text."""
 
     @property
@@ -229,12 +279,12 @@ class Eval:
 class Log:
     """Names of the run in W&B, MLflow and Trackio."""
 
-    project: str | None = None
+    project: Hardware[str | None] = None
     """Project of the run; in MLflow its experiment. Default: from their environment variables; in
     MLflow and Trackio ftkit if these are not set."""
-    run: str | None = None
+    run: Hardware[str | None] = None
     """Name of the run. Default: in MLflow and Trackio the name of out_dir."""
-    group: str | None = None
+    group: Hardware[str | None] = None
     """Group of the run; in MLflow its tag group."""
 
 
@@ -242,30 +292,30 @@ class Log:
 class Checkpoint:
     """Checkpoints and the result of the run."""
 
-    save: bool = True
+    save: Hardware[bool] = True
     """Write checkpoints to out_dir/checkpoints and the result to out_dir/final. Switch off to
     measure only time and memory."""
-    save_every: str | None = "15min"
+    save_every: Hardware[str | None] = "15min"
     """Time between two checkpoints, such as 60s, 15min or 2h; empty: save by steps only. auto: the
     interval that loses the least time, from the measured cost of a save and
     checkpoint.time_between_losses."""
-    time_between_losses: str = "24h"
+    time_between_losses: Hardware[str] = "24h"
     """For save_every auto: expected training time between two failures of a machine. Failures of
     the run itself are counted too."""
-    keep_last: int = 3
+    keep_last: Annotated[Hardware[int], at_least(1)] = 3
     """Keep this many of the newest checkpoints."""
-    keep_every: int | dict[int, int] | None = None
+    keep_every: Annotated[Hardware[int | dict[int, int] | None], at_least(1)] = None
     """Also keep every checkpoint whose step is a multiple of this. A mapping keeps fewer of the
     older ones: {1000: 100, 10000: 1000} keeps every 100th step up to step 1000 and every 1000th
     after it, also beyond step 10000."""
-    keep_best: int = 0
+    keep_best: Annotated[Hardware[int], at_least(0)] = 0
     """Also keep this many checkpoints with the lowest validation loss."""
-    result: Literal["last", "best"] = "last"
+    result: Hardware[Literal["last", "best"]] = "last"
     """Source of the result: the last step, or the checkpoint with the lowest validation loss, which
     is kept until the end."""
-    asynchronous: bool = True
+    asynchronous: Hardware[bool] = True
     """Continue training while a checkpoint is being written, from a copy in host memory."""
-    max_staged_bytes: int | None = None
+    max_staged_bytes: Annotated[Hardware[int | None], at_least(2**20)] = None
     """Most bytes of host memory for the copy of an asynchronous save, on each rank. A rank that
     would need more makes no copy: training waits while its tensors are written through a small
     buffer. Empty: as much as the copy needs, see ftkit plan."""
@@ -289,14 +339,14 @@ class Checkpoint:
 class Memory:
     """Ways to trade time for memory."""
 
-    activation_checkpointing: bool | int = False
+    activation_checkpointing: Annotated[Hardware[bool | int], at_least(1)] = False
     """Keep only the input of each block and recompute the rest in the backward pass: far less
     memory for activations, about a third more time. Does not change the result. A number N: only
     for every Nth block, which saves and costs an Nth of that."""
-    offload_activations: bool = False
+    offload_activations: Hardware[bool] = False
     """Keep the inputs of checkpointed blocks in host memory instead of GPU memory, but for the last
     two. Copies run beside the computation. Does not change the result."""
-    shard_model_beside: bool = False
+    shard_model_beside: Hardware[bool] = False
     """Shard the frozen model beside the trained one (a teacher, or the reference of kto) over all
     ranks, where each has the trained model whole (ddp, deepspeed stages 1 and 2): a rank keeps a
     share of its weights, and gathers them block by block. Does not change the result."""
@@ -306,15 +356,15 @@ class Memory:
 class Qat:
     """Quantisation-aware training: learning with the rounded numbers of serving."""
 
-    weights: QatWeights | None = None
+    weights: Tunable[QatWeights | None] = None
     """Only of finetune_full: round the weights of the linear layers in the blocks to these integers
     in every forward pass, while the optimizer updates the weights themselves (pip install
     'ftkit[torchao]'). ftkit export --format torchao then writes the rounded model. Empty: no
     quantisation-aware training."""
-    activations: Literal["int8"] | None = None
+    activations: Tunable[Literal["int8"] | None] = None
     """Round the inputs of these layers, too, with a scale for each token. Empty: they are not
     rounded."""
-    group_size: int | None = 32
+    group_size: Annotated[Tunable[int | None], at_least(2)] = 32
     """Weights of a row that share a scale: a divisor of the widths of all these layers. Empty: a
     row has one scale."""
 
@@ -332,67 +382,75 @@ class Qat:
 class Recipe:
     """Full fine-tuning: every parameter of the base model is trained."""
 
-    checkpoint_dir: str
+    # The model is known by its fingerprint, wherever it lies; so is the teacher.
+    checkpoint_dir: Hardware[str]
     """Base model: a directory (Hugging Face or LitGPT layout), a GGUF file (converted once, to
     checkpoints/gguf), a hub name such as TinyLlama/TinyLlama_v1.1, or ORG/NAME@VERSION with a
     commit, a tag or a branch (downloaded to checkpoints/ when needed), embedded:quickstart, or
     random:NAME for random weights, where NAME is a model that LitGPT knows (its own name or that on
     the hub) or a model type of transformers in its default size."""
-    out_dir: Path = Path("out/finetune/full")
+    out_dir: Hardware[Path] = Path("out/finetune/full")
     """Where the run writes its report, metrics and result: a directory, s3://, gs:// or az://."""
-    precision: Precision | None = None
+    precision: Tunable[Precision | None] = None
     """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true needs
     deepspeed, which keeps a 32-bit copy of the weights."""
-    accelerator: AcceleratorKey = "auto"
+    accelerator: Hardware[AcceleratorKey] = "auto"
     """Device type. Default: cuda (GPUs of NVIDIA, and of AMD with torch for ROCm) if there is one,
     else tpu if torch_tpu is installed and finds one, else cpu. Other types of torch.accelerator,
     such as xpu or mps, are accepted, but ftkit has not been tested on them."""
-    devices: int | Literal["auto"] = 1
+    devices: Annotated[Hardware[int | Literal["auto"]], at_least(1)] = 1
     """Devices per machine."""
-    num_nodes: int | Literal["auto"] = 1
+    num_nodes: Annotated[Hardware[int | Literal["auto"]], at_least(1)] = 1
     """Number of machines. auto: as many as torchrun or srun started ftkit on, counted at each
     start; 1 without them."""
-    strategy: Component = field(default_factory=lambda: Component(class_path="auto", init_args={}))
+    strategy: Hardware[Component] = field(
+        default_factory=lambda: Component(class_path="auto", init_args={})
+    )
     """Distribution over devices: auto, single, ddp, fsdp or deepspeed; options as --strategy.NAME
     VALUE."""
-    model_implementation: Literal["auto", "litgpt", "transformers"] = "auto"
+    # A checkpoint says which one: `open_base_model` keeps it.
+    model_implementation: Hardware[Literal["auto", "litgpt", "transformers"]] = "auto"
     """Code that computes the model: LitGPT, or transformers, which supports more models. auto:
     LitGPT if it is installed and has the same layers with the whole context, else transformers, so
     that losses do not depend on it; a resumed run keeps its implementation."""
-    compile: bool = False
+    compile: Hardware[bool] = False
     """Compile the blocks and the loss with torch.compile. The first steps wait for the compiler, up
     to minutes with an empty cache; losses differ by rounding. Not with deepspeed; needs a compiler
     (g++; gcc with CUDA)."""
-    kernels: Kernels = "auto"
+    kernels: Hardware[Kernels] = "auto"
     """Kernels for norms, gated MLPs, rotary embeddings and the loss. liger: Liger-Kernel, which
     needs less memory (CUDA; pip install 'ftkit[liger]'). auto: torch, until Liger-Kernel has been
     measured with ftkit on a GPU."""
-    float8: bool = False
+    float8: Tunable[bool] = False
     """Only of finetune_full: compute the products of the linear layers in the blocks from float8
     numbers of torchao, with a scale for each token and each row of a weight; gradients of weights
     are computed as without it, and so are validation and answers. Layers whose widths are no
     multiples of 16 stay as they are. Needs a GPU of compute capability 8.9 (CPUs emulate it, to
     test) and pip install 'ftkit[torchao]'."""
-    router_aux_loss_coef: float | Literal["model"] | None = None
+    router_aux_loss_coef: Annotated[
+        Tunable[float | Literal["model"] | None], not_negative("0.001")
+    ] = None
     """Weight of the auxiliary loss that makes routers spread tokens evenly over experts, as the
     model defines it, over all tokens of a step; 0: no such loss; model: that of config.json. With
     several micro-batches per step, one more forward pass of each counts the choices. Default: as in
     config.json, if output_router_logits is true."""
-    data: Component = field(
+    data: Hardware[Component] = field(
         default_factory=lambda: Component(class_path="litgpt.data.Alpaca", init_args={})
     )
     """Training data: a map-style module of litgpt.data, or JSON with --data.path FILE; options as
     --data.NAME VALUE."""
-    objective: Component = field(default_factory=lambda: Component(class_path="sft", init_args={}))
+    objective: Fixed[Component] = field(
+        default_factory=lambda: Component(class_path="sft", init_args={})
+    )
     """What is learned: sft, the answers of records, or another objective, such as dpo, which of two
     answers is better; --objective.help lists them. Options as --objective.NAME VALUE."""
-    reference: str | None = None
+    reference: Fixed[str | None] = None
     """The model that dpo and kto compare with, if it is not the one with which training begins: a
     directory or name as for checkpoint_dir, with the same vocabulary. For dpo its log-probabilities
     are computed before the first step; for kto it stays in memory during training, distributed as
     the trained model is. kto needs it in full fine-tuning and with lora_modules_to_save, such as
     checkpoint_dir again, of which it then holds a frozen copy."""
-    teacher: str | None = None
+    teacher: Hardware[str | None] = None
     """The model that distill learns from: a directory or name as for checkpoint_dir, with the same
     tokenizer and vocabulary. It stays in memory during training, distributed as the trained model
     is, and is not changed."""
@@ -402,27 +460,27 @@ class Recipe:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     memory: Memory = field(default_factory=Memory)
     qat: Qat = field(default_factory=Qat)
-    optimizer: Component = field(
+    optimizer: Tunable[Component] = field(
         default_factory=lambda: Component(class_path="torch.optim.AdamW", init_args={})
     )
     """Optimizer: a name from torch.optim, or a class path (torch.optim, bitsandbytes.optim,
     torchao.optim); arguments as --optimizer.NAME VALUE."""
-    logger_name: str | list[str] = field(default=CSV, metadata={"names": logger_names})
+    logger_name: Hardware[str | list[str]] = field(default=CSV, metadata={"names": logger_names})
     """Loggers beside metrics.csv, which is always written: a name or a list, such as [tensorboard,
     mlflow]. A resumed run continues in all of them. mlflow and trackio write to out_dir unless
     MLFLOW_TRACKING_URI or TRACKIO_SERVER_URL, TRACKIO_SPACE_ID or TRACKIO_DIR is set."""
-    seed: int = 1337
+    seed: Annotated[Fixed[int], at_least(0)] = 1337
     """Seed of the sample order, adapter initialisation and dropout."""
-    deterministic: bool = False
+    deterministic: Hardware[bool] = False
     """Compute the same numbers in every run on the same devices, with float32 products in full
     precision. Slower on GPUs, which otherwise use TF32 and an undefined order of sums."""
-    resume: bool | int | str = False
+    resume: Hardware[bool | int | str] = False
     """Continue from a checkpoint. auto: the newest one in out_dir; start from the beginning if
     there is none. true: the newest one, which must exist. A number: the checkpoint of that step in
     out_dir; later ones are moved to out_dir/set_aside. A path or URL: a run, its checkpoints or one
     of them; the run continues in a new out_dir, unless the checkpoint is its own. Hardware settings
     may change."""
-    access_token: str | None = None
+    access_token: Hardware[str | None] = None
     """Hugging Face token for gated models. Default: $HF_TOKEN. Never stored."""
 
     @property
@@ -466,61 +524,64 @@ class Recipe:
 class Lora:
     """LoRA: small trained matrices beside the frozen layers of the base model."""
 
-    peft: Component = field(default_factory=lambda: Component(class_path="lora", init_args={}))
+    peft: Fixed[Component] = field(
+        default_factory=lambda: Component(class_path="lora", init_args={})
+    )
     """Kind of adapter, computed by PEFT's layers: lora, by the keys lora_*, or vera, oft, loha,
     lokr or ia3; --peft.help lists them. Options as --peft.NAME VALUE. All kinds adapt the layers
     that lora_targets, or lora_query and its like, choose."""
-    quantize: Quantization | None = None
+    quantize: Fixed[Quantization | None] = None
     """Quantize the frozen base model with bitsandbytes (QLoRA). stored: keep the weights that its
     files have in FP8 or MXFP4 in this form, with the same numbers."""
-    lora_r: int = 16
+    lora_r: Fixed[int] = 16
     """Rank of the adapter matrices. Default: 16, or 8 where keys name the layers to adapt."""
-    lora_alpha: int | float = 32
+    lora_alpha: Annotated[Fixed[int | float], above_0("16")] = 32
     """Scale of the adapter: its output is multiplied by lora_alpha / lora_r, with rsLoRA by
     lora_alpha / sqrt(lora_r). Default: 32, or 16 where keys name the layers to adapt."""
-    lora_dropout: float = 0.05
+    lora_dropout: Annotated[Tunable[float], SHARE] = 0.05
     """Dropout before the adapter. Its masks follow from seed, step and sample, on any hardware."""
-    lora_query: bool = True
+    lora_query: Fixed[bool] = True
     """Adapt the query projection. If one of the keys lora_query, lora_key, lora_value,
     lora_projection, lora_mlp and lora_head is given, the others have LitGPT's defaults: query and
     value. Without any of them, all linear layers are adapted, see lora_targets."""
-    lora_key: bool = False
+    lora_key: Fixed[bool] = False
     """Adapt the key projection."""
-    lora_value: bool = True
+    lora_value: Fixed[bool] = True
     """Adapt the value projection."""
-    lora_projection: bool = False
+    lora_projection: Fixed[bool] = False
     """Adapt the output projection of attention."""
-    lora_mlp: bool = False
+    lora_mlp: Fixed[bool] = False
     """Adapt the layers of the MLP."""
-    lora_experts: bool = False
+    lora_experts: Fixed[bool] = False
     """Adapt experts whose matrices are stored in one parameter, with a low-rank pair for each
     expert (Mixtral, Qwen3-MoE, gpt-oss and others that transformers computes). Needs lora_dropout
     0."""
-    lora_head: bool = False
+    lora_head: Fixed[bool] = False
     """Adapt the output head."""
-    lora_targets: list[str] | str | None = ALL_LINEAR
+    lora_targets: Fixed[list[str] | str | None] = ALL_LINEAR
     """Adapt these layers instead of the ones above: a list of Hugging Face names, such as [q_proj,
     v_proj], a name or regular expression for full names, such as '.*layers.[0-3].*_proj', or
     all-linear: all linear layers but routers and the head, or peft-default: those that PEFT adapts
     of the model's type where none is named, most often query and value. Default: all-linear, or the
     layers of lora_query and its like if one of them is given."""
-    lora_skip_missing: bool = False
+    # Which layers there are, the model and lora_targets say.
+    lora_skip_missing: Hardware[bool] = False
     """Leave out names of a list in lora_targets that the model does not have, with a warning, as
     PEFT does without one. At least one name must be there."""
-    lora_modules_to_save: list[str] | None = None
+    lora_modules_to_save: Fixed[list[str] | None] = None
     """Layers to train fully and save with the adapter, such as [embed_tokens, lm_head]."""
-    lora_variant: LoraVariant = "lora"
+    lora_variant: Fixed[LoraVariant] = "lora"
     """lora; dora: also trains the magnitude of each row of the weights; rslora: scales by the
     square root of the rank, for high ranks."""
-    lora_init: LoraInit = "default"
+    lora_init: Fixed[LoraInit] = "default"
     """Initialisation. default: A is random, B zero; pissa: the largest singular vectors
     of the base weight; olora: its QR decomposition. With each of them training starts from the
     outputs of the base model. loftq, with quantize: the largest singular vectors of what
     quantisation has changed in the base weight, so that training starts nearer to the outputs of
     the model that is not quantised."""
-    lora_plus_ratio: float | None = None
+    lora_plus_ratio: Annotated[Tunable[float | None], above_0("16")] = None
     """LoRA+: learning rate of the matrices B as a multiple of that of A; 16 is usual."""
-    adapter: Path | None = None
+    adapter: Fixed[Path | None] = None
     """Start from this PEFT adapter; its rank, scale, variant and layers are used."""
 
 
@@ -528,7 +589,7 @@ class Lora:
 class LoraRecipe(Lora, Recipe):
     """LoRA and QLoRA: the base model is frozen and small adapter matrices are trained."""
 
-    out_dir: Path = Path("out/finetune/lora")
+    out_dir: Hardware[Path] = Path("out/finetune/lora")
 
     @property
     def method(self) -> Method:

@@ -15,7 +15,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.optimizers import PACKAGES
 from ftkit.recipe.plugin import own_name
 from ftkit.recipe.readers import foreign_key
-from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, LoraRecipe, Method, Recipe
+from ftkit.recipe.recipe import RECIPE_OF, Component, Kind, Lora, LoraRecipe, Method, Range, Recipe
 from ftkit.utils.names import leaves, nearest
 from ftkit.utils.urls import display_path
 
@@ -94,16 +94,29 @@ GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass
 
 def key_types(method: Method) -> dict[str, Any]:
     """Dotted keys of a recipe with their types."""
-    return {key: field_type(field) for key, field in _key_fields(RECIPE_OF[method])}
+    return {key: field_type(field) for key, field in key_fields(RECIPE_OF[method])}
 
 
 def field_type(field: "dataclasses.Field[Any]") -> Any:
     """Type of the values of a field; where they name rows of a registry, a Literal of the names."""
+    kind = typing.cast(Any, field.type).__origin__  # without its class on resume
     if (names := field.metadata.get("names")) is None:
-        return field.type
+        return kind
     name: Any = Literal.__getitem__(tuple(names()))
-    is_list = list[str] in accepted_types(field.type)
+    is_list = list[str] in accepted_types(kind)
     return name | types.GenericAlias(list, (name,)) if is_list else name
+
+
+def kind_on_resume(field: "dataclasses.Field[Any]") -> Kind:
+    """Whether a resumed run may change a field."""
+    kind: Kind = typing.cast(Any, field.type).__metadata__[0]
+    return kind
+
+
+def range_of(field: "dataclasses.Field[Any]") -> Range | None:
+    """The numbers that a field may have; None: any of its type."""
+    found = typing.cast(Any, field.type).__metadata__[1:]
+    return found[0] if found else None
 
 
 def check_names(recipe: Recipe) -> None:
@@ -126,12 +139,13 @@ def check_names(recipe: Recipe) -> None:
             )
 
 
-def _key_fields(
+def key_fields(
     recipe_class: type, prefix: str = ""
 ) -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:
+    """Yield the dotted keys of a recipe with their fields."""
     for field in dataclasses.fields(recipe_class):
         if dataclasses.is_dataclass(field.type):
-            yield from _key_fields(typing.cast(type, field.type), f"{prefix}{field.name}.")
+            yield from key_fields(typing.cast(type, field.type), f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", field
 
@@ -298,7 +312,7 @@ def default_name(field: str) -> str:
 
 def example_of(key: str, method: Method, wrong: Any = None) -> str:
     """A value that the key accepts: the most similar choice, or the default."""
-    field = dict(_key_fields(RECIPE_OF[method]))[key]
+    field = dict(key_fields(RECIPE_OF[method]))[key]
     accepted = accepted_types(field_type(field))
     literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
     choices = [str(c) for kind in literals for c in typing.get_args(kind)]

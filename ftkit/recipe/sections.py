@@ -1,7 +1,8 @@
 """Rules of sections of a recipe: ranges of values, and settings that exclude each other."""
 
 import math
-from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.recipe.facts import Facts
@@ -9,6 +10,7 @@ from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.peft_types import check_peft
 from ftkit.recipe.quantizations import unshardable
 from ftkit.recipe.recipe import Eval, LoraRecipe, Recipe
+from ftkit.recipe.recipe_keys import key_fields, range_of
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.formatting import parse_duration
 from ftkit.utils.urls import display_path, url_of
@@ -17,38 +19,8 @@ from ftkit.utils.urls import display_path, url_of
 def check_ranges(recipe: Recipe) -> None:
     """Refuse values out of their ranges, with a value that works."""
     train, evaluation = recipe.train, recipe.eval
-    for key, value, least in (
-        ("train.global_batch_size", train.global_batch_size, 1),
-        ("train.global_batch_tokens", train.global_batch_tokens, 1),
-        ("train.micro_batch_size", train.micro_batch_size, 1),
-        ("train.micro_batch_tokens", train.micro_batch_tokens, 1),
-        ("train.epochs", train.epochs, 1),
-        ("train.max_steps", train.max_steps, 1),
-        ("train.max_seq_length", train.max_seq_length, 2),
-        ("train.lr_warmup_steps", train.lr_warmup_steps, 0),
-        ("train.save_interval", train.save_interval, 1),
-        ("train.log_interval", train.log_interval, 1),
-        ("checkpoint.keep_last", recipe.checkpoint.keep_last, 1),
-        *_intervals(recipe.checkpoint.keep_every),
-        ("checkpoint.max_staged_bytes", recipe.checkpoint.max_staged_bytes, 2**20),
-        ("qat.group_size", recipe.qat.group_size, 2),
-        ("checkpoint.keep_best", recipe.checkpoint.keep_best, 0),
-        ("memory.activation_checkpointing", recipe.memory.activation_checkpointing or 1, 1),
-        ("eval.interval", evaluation.interval, 0),
-        ("eval.patience", evaluation.patience, 1),
-        ("eval.max_iters", evaluation.max_iters, 1),
-        ("eval.max_new_tokens", evaluation.max_new_tokens, 0),
-        *((f"eval.{name}", records, 0) for name, records in evaluation.metrics.items()),
-        ("eval.limit", evaluation.limit, 1),
-        ("eval.num_fewshot", evaluation.num_fewshot, 0),
-        ("eval.evaluate_example", evaluation.evaluate_example, 0),
-        ("devices", recipe.devices, 1),
-        ("num_nodes", recipe.num_nodes, 1),
-        ("seed", recipe.seed, 0),
-    ):
-        if isinstance(value, int) and value < least:
-            raise UserError(f"{key} is {value}, but must be at least {least}. Try --{key} {least}.")
     _check_numbers(recipe)
+    _check_intervals(recipe.checkpoint.keep_every)
     if recipe.checkpoint.save_every not in (None, "auto"):
         parse_duration(recipe.checkpoint.save_every)
     parse_duration(recipe.checkpoint.time_between_losses, "checkpoint.time_between_losses")
@@ -118,103 +90,28 @@ def _check_from_scratch(recipe: Recipe) -> None:
 
 
 def _check_numbers(recipe: Recipe) -> None:
-    """Refuse numbers out of their ranges; NaN is in none."""
-    train = recipe.train
-    ranges: list[tuple[str, float | None, Callable[[float], bool], str, str]] = [
-        ("train.max_time", train.max_time, _above_0, "be above 0", "null for no limit"),
-        ("train.max_norm", train.max_norm, _above_0, "be above 0", "null for no limit"),
-        ("train.min_lr", train.min_lr, _at_least_0, "be a number of at least 0", "0"),
-        (
-            "train.lr_decay_fraction",
-            train.lr_decay_fraction,
-            lambda x: 0 < x <= 1,
-            "be above 0 and at most 1",
-            "0.1",
-        ),
-        ("train.label_smoothing", train.label_smoothing, _share, "lie in [0, 1)", "0.1"),
-        (
-            "train.neftune_noise_alpha",
-            train.neftune_noise_alpha,
-            lambda x: 0 < x < math.inf,
-            "be above 0",
-            "5, or null for no noise",
-        ),
-        (
-            "train.ema_decay",
-            train.ema_decay,
-            lambda x: 0 < x < 1,
-            "lie between 0 and 1",
-            "0.999, or null for no average",
-        ),
-        (
-            "train.lr_warmup_fraction",
-            train.lr_warmup_fraction,
-            lambda x: 0 <= x <= 1,
-            "lie between 0 and 1",
-            "0.1",
-        ),
-        (
-            "train.lr_warmup_run_fraction",
-            train.lr_warmup_run_fraction,
-            lambda x: 0 <= x <= 1,
-            "lie between 0 and 1",
-            "0.1",
-        ),
-        *(
-            (key, share, lambda x: 0 < x < math.inf, "be above 0", "0.25")
-            for key, share in (
-                ("train.save_interval_epochs", train.save_interval_epochs),
-                ("eval.interval_epochs", recipe.eval.interval_epochs),
+    """Refuse numbers out of the ranges of their fields; NaN is in none."""
+    for key, field in key_fields(type(recipe)):
+        value: Any = attrgetter(key)(recipe)
+        limits = range_of(field)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if limits is not None and is_number and not limits.holds(value):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise UserError(
+                f"{key} is {shown}, but must {limits.rule}. Try --{key} {limits.example}."
             )
-        ),
-        (
-            "router_aux_loss_coef",
-            None if recipe.router_aux_loss_coef == "model" else recipe.router_aux_loss_coef,
-            _at_least_0,
-            "be finite and not negative",
-            "0.001",
-        ),
-    ]
-    if isinstance(recipe, LoraRecipe):
-        ranges += [
-            ("lora_alpha", recipe.lora_alpha, _above_0, "be above 0", "16"),
-            ("lora_dropout", recipe.lora_dropout, _share, "lie in [0, 1)", "0.05"),
-            (
-                "lora_plus_ratio",
-                recipe.lora_plus_ratio,
-                lambda x: 0 < x < math.inf,
-                "be above 0",
-                "16",
-            ),
-        ]
-    for key, value, is_in_range, rule, example in ranges:
-        if value is not None and not is_in_range(value):
-            raise UserError(f"{key} is {value:g}, but must {rule}. Try --{key} {example}.")
 
 
-def _above_0(number: float) -> bool:
-    return number > 0
-
-
-def _at_least_0(number: float) -> bool:
-    return 0 <= number < math.inf
-
-
-def _share(number: float) -> bool:
-    return 0 <= number < 1
-
-
-def _intervals(keep_every: int | dict[int, int] | None) -> list[tuple[str, int | None, int]]:
-    """Numbers of `checkpoint.keep_every` with their minima."""
+def _check_intervals(keep_every: int | dict[int, int] | None) -> None:
+    """Refuse a mapping of steps to intervals with numbers below 1."""
     if not isinstance(keep_every, dict):
-        return [("checkpoint.keep_every", keep_every, 1)]
+        return
     numbers = [number for pair in keep_every.items() for number in pair]
     if not numbers or min(numbers) < 1:
         raise UserError(
             f"checkpoint.keep_every is {keep_every}, but must have steps and intervals of at least "
             'one step. Try --checkpoint.keep_every "{1000: 100, 10000: 1000}".'
         )
-    return []
 
 
 def check_best(facts: Facts) -> list[str]:

@@ -155,6 +155,7 @@ def make_place(place: Path, tiny_base: Path) -> None:
     (place / "capitals.csv").write_text("question,answer\nred?,blue\n")
     write_tasks(place / "tasks", *LOCAL_TASKS)
     (place / "questions.txt").write_text("Who is Lena?\nWho is Max?\n")
+    (place / "questions.jsonl").write_text('{"instruction": "Who is Lena?"}\n')
     for source in (ROOT / "recipes").rglob("*.yaml"):
         file = place / source.relative_to(ROOT)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -196,8 +196,8 @@ class DeepSpeed(Strategy):
         strategy: Any = self._fabric.strategy
         self._engine = strategy.model
         self._zero: Any = self._engine.optimizer
-        # DeepSpeed makes torch's Adagrad anew, whose state exists from the start, in one group: rates
-        # and decay would be those of its defaults for the whole run.
+        # DeepSpeed makes torch's Adagrad anew, with state from the start and one group: its rates
+        # and decay would be those of the defaults for the whole run.
         self.optimizer.state, self._zero.optimizer = self._zero.optimizer.state, self.optimizer
         self._model, self._trained = model, trainable(model)
         if self.averages is not None:  # stored with the moments, of the same flat slices
