@@ -12,6 +12,7 @@ from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.evaluation.task_programs import TASK_PROGRAMS
 from ftkit.models.pretrained.single_file import FILE_FORMATS
 from ftkit.python_names import PYTHON_NAMES
+from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.options import ExtensionsOptions
@@ -32,6 +33,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     COMMANDS,
     DATA_SOURCES,
     FILE_FORMATS,
+    IMPLEMENTATIONS,
     LAUNCHERS,
     LOGGERS,
     OBJECTIVES,

@@ -28,13 +28,13 @@ from ftkit.models.pretrained.hub import (
     find_or_download,
     find_single_file,
     is_classifier,
-    is_litgpt,
     missing_files,
     read_json,
     weight_files,
 )
 from ftkit.models.pretrained.hub_errors import nearest_directory
 from ftkit.models.pretrained.single_file import single_file
+from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
@@ -243,7 +243,7 @@ def _is_model(directory: Path) -> bool:
     """Return whether a directory is meant as a model: complete, or nearly so."""
     # An incomplete model counts, so that the message names its missing files.
     has_settings = (directory / "config.json").is_file()
-    return is_litgpt(directory) or bool(weight_files(directory)) or has_settings
+    return layout_in(directory) != HF or bool(weight_files(directory)) or has_settings
 
 
 def _run_around(directory: Path) -> Path | None:

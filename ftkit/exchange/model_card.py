@@ -15,10 +15,10 @@ from ftkit.evaluation.result import Result, report_of
 from ftkit.models.pretrained.hub import (
     CARD,
     hub_name,
-    is_litgpt,
     licence_files,
     split_version,
 )
+from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.peft_types import LORA, PEFT_TYPES
 from ftkit.recipe.recipe import Component, Qat
@@ -238,7 +238,7 @@ def write_card(report: Report, base: Path | None, directory: Path) -> None:
     """
     kind: CardKind = "adapter" if report.method == "lora" else "hf"
     # A full fine-tune is saved in the layout of its base model.
-    if is_litgpt(directory):
+    if layout_in(directory) != HF:
         kind = "litgpt"
     write_durably(directory / CARD, redacted(card_text(report, base, kind)))
 

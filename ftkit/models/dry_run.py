@@ -47,8 +47,8 @@ def require_trainable(base: BaseModel, strategy: str, *, compiles: bool = False)
             f"strategy {strategy}: short sequences skip some modules of {base.name}, and ranks "
             f"would wait for each other's gradients. Try --strategy fsdp."
         )
-    if base.architecture.implementation == "litgpt":
-        return  # one network for all its families
+    if base.architecture.is_one_network:
+        return
     try:
         _try_shortened(base.architecture)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -1,6 +1,7 @@
 """The language model: a body with the loss as its head."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -274,18 +275,10 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def _body_of(architecture: Architecture) -> Body:
     """Build the modules of an architecture, with its head, on torch's default device."""
-    # Imported here: transformers takes as long as all other imports, LitGPT may be absent.
-    if architecture.implementation == "litgpt":
-        from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
-        from ftkit.models.bodies.litgpt_body import LitgptBody
-
-        assert isinstance(architecture, LitgptArchitecture)
-        return LitgptBody(architecture.config)
-    from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-    from ftkit.models.bodies.transformers_body import TransformersBody
-
-    assert isinstance(architecture, TransformersArchitecture)
-    return TransformersBody(architecture)
+    # Imported here: transformers takes as long as all other imports, others may be absent.
+    module, _, name = architecture.body.partition(":")
+    made: Body = getattr(importlib.import_module(module), name)(architecture)
+    return made
 
 
 COMPILE_BACKEND = "inductor"

@@ -456,8 +456,9 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
 def _left_out(base: BaseModel, made: Plan) -> str | None:
     """Notices about experts and layers that are not adapted, as the run gives them."""
     recipe = made.recipe
-    # LitGPT's experts are linear layers, and so many that building them takes a while.
-    has_others = base.architecture.implementation != "litgpt" and base.architecture.expert_share < 1
+    # Where they are linear layers, none is left out, and building so many takes a while.
+    architecture = base.architecture
+    has_others = not architecture.experts_are_layers and architecture.expert_share < 1
     if not isinstance(recipe, LoraRecipe) or not (has_others or recipe.lora_skip_missing):
         return None
     model = outline(base, recipe, parameter_dtype(made), compute_dtype(made))

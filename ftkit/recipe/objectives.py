@@ -169,7 +169,7 @@ class ModelBeside:
     """What it is to the objective, and the key of recipes that names it."""
     name: str
     """A directory or name, as for checkpoint_dir."""
-    implementation: Literal["litgpt", "transformers"] | None = None
+    implementation: str | None = None
     """The library whose code computes it; None: the usual one."""
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
+from ftkit.recipe.implementations import AUTO, implementation_names
 from ftkit.recipe.loggers import CSV, logger_names
 
 _Value = TypeVar("_Value")
@@ -409,7 +410,9 @@ class Recipe:
     """Distribution over devices: auto, single, ddp, fsdp or deepspeed; options as --strategy.NAME
     VALUE."""
     # A checkpoint says which one: `open_base_model` keeps it.
-    model_implementation: Hardware[Literal["auto", "litgpt", "transformers"]] = "auto"
+    model_implementation: Hardware[str] = field(
+        default=AUTO, metadata={"names": implementation_names}
+    )
     """Code that computes the model: LitGPT, or transformers, which supports more models. auto:
     LitGPT if it is installed and has the same layers with the whole context, else transformers, so
     that losses do not depend on it; a resumed run keeps its implementation."""
@@ -515,9 +518,9 @@ class Recipe:
         return tuple(dict.fromkeys(name for name in named if name != CSV))
 
     @property
-    def implementation(self) -> Literal["litgpt", "transformers"] | None:
+    def implementation(self) -> str | None:
         """The chosen implementation of the model; None: auto."""
-        return None if self.model_implementation == "auto" else self.model_implementation
+        return None if self.model_implementation == AUTO else self.model_implementation
 
 
 @dataclass(frozen=True, kw_only=True)

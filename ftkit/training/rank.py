@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
+from ftkit.recipe.implementations import HF
 from ftkit.redaction import redacted, redacted_output
 from ftkit.utils.imports import prepare_imports
 from ftkit.utils.process import begin_as_child
@@ -41,7 +42,7 @@ from ftkit.models.chat_templates.prompt_styles import prompt_style_file
 from ftkit.models.load_weights import result_weights
 from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.lora.serving import serving_notice
-from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
+from ftkit.models.pretrained.save import layout_of, save_hf, save_in_own_layout
 from ftkit.planning.memory import predict_measured
 from ftkit.recipe.plugin import place_in_plugin, using
 from ftkit.recipe.recipe import LoraRecipe
@@ -165,12 +166,12 @@ def _save_result(setup: Setup, out: Path) -> None:
             base_fingerprint=setup.identities[0].fingerprint,
             beside=beside,
         )
-    elif layout_of(base) == "hf":
+    elif (layout := layout_of(base)) == HF:
         save_hf(base, tensors, out, others=beside)
     else:
         style = setup.data.prompt_source.part.rules.prompt_style
         others = beside | ({} if style is None else prompt_style_file(style))
-        save_litgpt(base, tensors, out, others=others)
+        save_in_own_layout(base, tensors, out, layout=layout, others=others)
 
 
 def run_rank(job_path: Path, terminal: TextIO) -> int:

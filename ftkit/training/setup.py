@@ -72,6 +72,7 @@ from ftkit.objectives.objective import (
     make_objective,
 )
 from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
+from ftkit.recipe.implementations import HF, implementation_row
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.plan import Plan
@@ -402,10 +403,11 @@ def _check_result(base: BaseModel, recipe: Recipe, journal: Journal) -> None:
         return
     if isinstance(recipe, LoraRecipe):
         check_adapter(base, recipe)
-    elif layout_of(base) == "litgpt":
+    elif (layout := layout_of(base)) != HF:
+        row = implementation_row(layout)
         journal.warn(
-            "The result will be a LitGPT directory (lit_model.pth, model_config.yaml): ftkit "
-            f"cannot write {base.name} for Hugging Face."
+            f"The result will be a {row.title} directory ({row.weights_file}, "
+            f"{row.settings_file}): ftkit cannot write {base.name} for Hugging Face."
         )
 
 

@@ -22,8 +22,8 @@ NEEDS_EXTRA = {
 }
 """Modules that are only imported where this extra is installed."""
 OPTIONAL = {"litgpt"}
-"""Installed beside the package, since its bounds exclude today's libraries; only imported after
-`require_litgpt` or `litgpt_is_installed`, see tests/models/pretrained/test_without_litgpt.py."""
+"""Installed beside the package, since its bounds exclude today's libraries; only imported where it
+is there, see tests/extensions/litgpt/test_without_litgpt.py."""
 
 
 def normalized(name: str) -> str:

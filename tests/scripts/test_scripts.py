@@ -108,6 +108,7 @@ NO_MODULES = {
         "ftkit.commands",
         "ftkit.data_sources",
         "ftkit.file_formats",
+        "ftkit.implementations",
         "ftkit.launchers",
         "ftkit.loggers",
         "ftkit.recipe_readers",

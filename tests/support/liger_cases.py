@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from litgpt import Config
+from litgpt_models import litgpt_architecture
 from torch import Tensor
 
 from ftkit.models import liger
-from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.token_losses import loss_and_grad
@@ -75,7 +75,7 @@ def make_interpreter_complete() -> None:
 
 def make_model(family: str) -> LanguageModel:
     torch.manual_seed(0)
-    model = LanguageModel(LitgptArchitecture(Config(**SIZES | FAMILIES[family])), tied=False)
+    model = LanguageModel(litgpt_architecture(Config(**SIZES | FAMILIES[family])), tied=False)
     model.body.build_rope_cache(torch.device("cpu"), 32)
     return model
 

@@ -8,9 +8,9 @@ from messages import message_of, says
 from transformers_models import make_transformers_model
 
 from ftkit.checkpoint.metadata import BaseIdentity
-from ftkit.models.architectures import checks
 from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.pretrained.base_model import fingerprint, open_base, save_without_weights
+from ftkit.recipe.implementations import ImplementationRow
 from ftkit.training.start import StartingPoint, open_base_model
 
 OTHER: dict[Implementation, Implementation] = {
@@ -50,7 +50,7 @@ def test_a_run_of_litgpts_needs_it_wherever_it_goes_on(
 ) -> None:
     made = make_transformers_model(tmp_path, "phi3")
     start = begun_with(made, "litgpt")
-    monkeypatch.setattr(checks, "litgpt_is_installed", lambda: False)
+    monkeypatch.setattr(ImplementationRow, "is_installed", False)
     message = message_of(open_base_model, str(made), start, None)
     assert says(message, "LitGPT is not installed", "pip install --no-deps litgpt")
 

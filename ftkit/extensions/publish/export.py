@@ -22,9 +22,10 @@ from ftkit.extensions.publish.gguf.model import base_problem, write_gguf_adapter
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
-from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download, is_litgpt
-from ftkit.models.pretrained.save import save_hf, save_litgpt
+from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download
+from ftkit.models.pretrained.save import save_hf, save_in_own_layout
 from ftkit.models.pretrained.tokenizer import GENERATION
+from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.peft_adapter import (
     CONFIG,
     OLD_WEIGHTS,
@@ -120,7 +121,7 @@ def _check(result: Result) -> int:
     print_shown(f"rules of vLLM {VLLM_VERSION}")
     if result.kind == "model":
         # vLLM reads Hugging Face's layout alone.
-        if is_litgpt(result.directory):
+        if layout_in(result.directory) != HF:
             print_shown(
                 f"no   {result.directory} is in LitGPT's layout. Try ftkit export --format hf."
             )
@@ -225,7 +226,9 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
             packing=packing,
         )
     else:
-        save_litgpt(base, tensors, out, overwrite=options.overwrite, others=others)
+        save_in_own_layout(
+            base, tensors, out, layout="litgpt", overwrite=options.overwrite, others=others
+        )
 
 
 def _converted(

@@ -36,8 +36,8 @@ from ftkit.models.lora.layers import merged
 from ftkit.models.lora.peft_layers import fill_tables, merged_layer, tuner_layers
 from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
-from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.implementations import layout_in
 from ftkit.recipe.objectives import Preference, objective_rules
 from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
 from ftkit.recipe.recipe import Component, Quantization
@@ -170,7 +170,7 @@ def merge(result: Result, options: MergeOptions) -> int:
         UserError: it is not an adapter, or of another model, or there is no room.
     """
     if result.kind != "adapter":
-        layout = "litgpt" if is_litgpt(result.directory) else "hf"
+        layout = layout_in(result.directory)
         raise UserError(
             f"{result.name} is a whole model, so there is nothing to merge. "
             f"Try ftkit export {result.name} --format {layout} --out {options.directory}."

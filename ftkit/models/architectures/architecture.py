@@ -13,14 +13,11 @@ from torch import Tensor
 
 from ftkit.models.routing import RouterLoss
 
-ModelLayout = Literal["hf", "litgpt"]
-"""Layout of a model's directory: Hugging Face's or LitGPT's."""
+ModelLayout = str
+"""Layout of a model's directory: hf, or the name of an implementation with a layout of its own."""
 
-LITGPT_SETTINGS = "model_config.yaml"
-"""The settings file of LitGPT's layout."""
-
-Implementation = Literal["litgpt", "transformers"]
-"""Library whose code computes a model."""
+Implementation = str
+"""Library whose code computes a model: transformers, or one of `ftkit.recipe.implementations`."""
 
 Initial = Literal["normal", "ones", "zeros"]
 """Initial values of a parameter."""
@@ -144,6 +141,12 @@ class Architecture(ABC):
 
     implementation: ClassVar[Implementation]
     """Library whose code computes the model."""
+    body: ClassVar[str]
+    """MODULE:CLASS of its modules, which are made of the architecture."""
+    is_one_network: ClassVar[bool] = False
+    """Whether one network computes all families, so that none has code of its own to be tried."""
+    experts_are_layers: ClassVar[bool] = False
+    """Whether each expert has linear layers of its own, which adapters find like any others."""
     scores: bool = False
     """True for a reward model: its output layer has one row, which gives a sequence its score."""
 

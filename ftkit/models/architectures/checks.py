@@ -1,4 +1,4 @@
-"""Checks of a model before anything is built: its settings, its weights, and LitGPT if it needs it.
+"""Checks of a model before anything is built: its settings and its weights.
 
 A number that no model has would make lists and tensors of that size. Later, settings that pass are
 compared with the weights beside them, tensor by tensor. Weights that are stored quantised cannot be
@@ -7,26 +7,18 @@ trained: they are refused with the name of the method.
 
 import dataclasses
 import fnmatch
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.utils.json_values import from_json
-
-if TYPE_CHECKING:
-    from litgpt.config import Config
-
 
 _MOST_LAYERS = 2**10
 """The deepest published language models have an eighth of this."""
 _MOST_EXPERTS = 2**16
 """Most experts of one layer."""
-_MOST_EXPERTS_OF_ALL_LAYERS = 2**16
-"""LitGPT's code builds modules for each; the largest published models have a third of this."""
 # Vocabularies reach 2^18 and layers 2^16; a list or an outline of this size is still possible.
 _MOST_SIZE = 2**24
 # Contexts of published models reach ten million positions (Llama 4 Scout).
@@ -123,8 +115,6 @@ _FLAGS = frozenset(
     )
 )
 """Keys of booleans: any string would count as true."""
-_NUMBERS = frozenset(("rope_base", "attention_scores_scalar", "rope_condense_ratio"))
-"""Fields of LitGPT's configuration that are annotated as int and may be float."""
 
 
 def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
@@ -140,38 +130,12 @@ def require_plausible(settings: Mapping[str, Any], file: Path | str) -> None:
     # Also nested settings: text_config and others become configurations of their own.
     for key, value, depth in _entries(settings, 0):
         if depth > _MOST_NESTING:
-            raise _implausible(file, f"{key} is nested too deeply")
+            raise implausible(file, f"{key} is nested too deeply")
         rule = next((rule for rule in _RULES if rule.keys.fullmatch(key)), None)
         if rule is not None and not rule.allows(value):
-            raise _implausible(file, f"{key} is {_shown(value)}, but has to be {rule.text}")
+            raise implausible(file, f"{key} is {shown_setting(value)}, but has to be {rule.text}")
         if key in _FLAGS and not isinstance(value, bool | None):
-            raise _implausible(file, f"{key} is {_shown(value)}, but has to be true or false")
-
-
-def require_sound(config: "Config", file: Path | str) -> None:
-    """Refuse a configuration of LitGPT with a field of the wrong type.
-
-    Args:
-        config: made of plausible settings.
-        file: the file that they were read from, for messages.
-
-    Raises:
-        UserError: names the field, its value and its type.
-    """
-    for name, kind in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        # LitGPT does not check its annotations, and some of its own models break them.
-        if name in _NUMBERS:
-            kind = float | None
-        try:
-            from_json(kind, value)
-        except TypeError:
-            wanted = getattr(kind, "__name__", str(kind))
-            raise _implausible(
-                file, f"what LitGPT calls {name} is {_shown(value)}, but has to be {wanted}"
-            ) from None
-    if config.n_layer * config.n_expert > _MOST_EXPERTS_OF_ALL_LAYERS:
-        raise _implausible(file, f"it has {config.n_layer} layers of {config.n_expert} experts")
+            raise implausible(file, f"{key} is {shown_setting(value)}, but has to be true or false")
 
 
 def _entries(value: Mapping[str, Any] | list[Any], depth: int) -> Iterator[tuple[str, Any, int]]:
@@ -184,12 +148,14 @@ def _entries(value: Mapping[str, Any] | list[Any], depth: int) -> Iterator[tuple
             yield from _entries(item, depth + 1)
 
 
-def _shown(value: Any) -> str:
+def shown_setting(value: Any) -> str:
+    """Return a value as messages about settings show it."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _implausible(file: Path | str, problem: str) -> UserError:
+def implausible(file: Path | str, problem: str) -> UserError:
+    """Return the error of a file with settings that no model has."""
     return UserError(f"{file} describes no model: {problem}. Take it from the original model.")
 
 
@@ -381,25 +347,3 @@ def _unnamed_method(quantization: Mapping[str, Any]) -> str:
     if any(key.startswith(("load_in_", "bnb_", "_load_in_")) for key in quantization):
         return "bitsandbytes"
     return "quantised"
-
-
-# Without its dependencies, whose bounds exclude new libraries; ftkit installs what it imports.
-_INSTALL = "pip install --no-deps litgpt"
-
-
-def litgpt_is_installed() -> bool:
-    """Return whether LitGPT is installed, without importing it."""
-    return importlib.util.find_spec("litgpt") is not None
-
-
-def require_litgpt(why: str) -> None:
-    """Refuse what needs LitGPT where it is not installed.
-
-    Args:
-        why: the first sentence of the message, which says what needs LitGPT.
-
-    Raises:
-        UserError: it is not installed; with the command that installs it.
-    """
-    if not litgpt_is_installed():
-        raise UserError(f"{why} LitGPT is not installed.\nTry {_INSTALL}.")

@@ -49,6 +49,7 @@ from ftkit.models.architectures.transformers_outline import (
 )
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.routing import RouterLoss
+from ftkit.recipe.implementations import TRANSFORMERS
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which only positions decide which tokens of its sequence a token sees."""
@@ -119,7 +120,8 @@ class TransformersArchitecture(Architecture):
     """Number of blocks; None: as in the settings."""
     scores: bool = False
 
-    implementation = "transformers"
+    implementation = TRANSFORMERS
+    body = "ftkit.models.bodies.transformers_body:TransformersBody"
 
     @cached_property
     def whole_config(self) -> PretrainedConfig:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import yaml
@@ -15,7 +15,6 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import (
     HEAD,
-    LITGPT_SETTINGS,
     Architecture,
     Implementation,
     ModelLayout,
@@ -23,7 +22,6 @@ from ftkit.models.architectures.architecture import (
 )
 from ftkit.models.architectures.checks import (
     StoredForm,
-    litgpt_is_installed,
     plain_settings,
     stored_form,
 )
@@ -52,11 +50,18 @@ from ftkit.models.pretrained.weight_files import (
     stored_tensors,
     write_settings,
 )
+from ftkit.recipe.implementations import (
+    FIRST,
+    HF,
+    IMPLEMENTATIONS,
+    TRANSFORMERS,
+    implementation_row,
+    layout_by_settings,
+    layout_in,
+)
 from ftkit.utils import embedded
 
-SETTINGS = ("config.json", LITGPT_SETTINGS)
 _BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
-_COMPANIONS = (*SETTINGS, *_BESIDE, *hub.TOKENIZER_FILES)
 
 _TIED = (
     "llama-3.2-",
@@ -173,7 +178,7 @@ def open_base(
     name = short_name(directory)
     settings = hub.read_json(directory / "config.json")
     form, settings = stored_form(settings, name), plain_settings(settings)
-    layout: ModelLayout = "litgpt" if hub.is_litgpt(directory) else "hf"
+    layout = layout_in(directory)
     architecture = _architecture_of(directory, settings, name, layout, implementation)
     storage = storage_of(architecture, layout)
     # Headers only: names, shapes and formats of all tensors.
@@ -185,7 +190,7 @@ def open_base(
     if architecture.rest_shapes and head and embedding:
         # Settings of whole models may say so wrongly; transformers believes the files.
         tied = tied and _is_equal(head, embedding, compare=True)
-    if layout == "litgpt":
+    if layout != HF:
         # LitGPT stores a tied head beside its embedding, and unties them when it trains them.
         tied = head is None or (embedding is not None and _is_equal(head, embedding, tied))
     base = BaseModel(
@@ -259,12 +264,12 @@ def open_without_weights(directory: Path) -> BaseModel:
     outline = hub.read_json(directory / OUTLINE)
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     name, tied, dtype = outline.get("name"), outline.get("tied"), outline.get("dtype")
-    implementation = outline.get("implementation", "litgpt")  # which was the only one
+    implementation = outline.get("implementation", FIRST)
     if (
         not isinstance(name, str)
         or not isinstance(tied, bool)
         or dtype not in dtypes
-        or implementation not in get_args(Implementation)
+        or not isinstance(implementation, str)
     ):
         raise UserError(
             f"{directory / OUTLINE} is missing or damaged, so the model that belongs to this "
@@ -274,8 +279,7 @@ def open_without_weights(directory: Path) -> BaseModel:
     if name.startswith("random:"):
         return _open_random(name, implementation)
     settings = plain_settings(hub.read_json(directory / "config.json"))
-    # By the settings: `hub.is_litgpt` needs the weights, too.
-    layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
+    layout = layout_by_settings(directory)  # the weights are not there
     return BaseModel(
         name=name,
         directory=directory,
@@ -288,7 +292,10 @@ def open_without_weights(directory: Path) -> BaseModel:
         settings=settings,
         companions={
             file.name: file.read_bytes()
-            for file in (*(directory / name for name in _COMPANIONS), *licence_files(directory))
+            for file in (
+                *(directory / name for name in _companion_names()),
+                *licence_files(directory),
+            )
             if file.is_file()
         },
     )
@@ -507,7 +514,7 @@ def _grown_reader(
 
 def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage:
     """Return the rules by which files of a layout store the parameters of an architecture."""
-    if architecture.implementation == "litgpt":
+    if architecture.implementation != TRANSFORMERS:
         naming = architecture.naming_in(layout)
         assert naming is not None, f"{architecture.name} was read in a layout that cannot hold it"
         return NamedStorage(architecture, naming)
@@ -521,7 +528,7 @@ def storage_of(architecture: Architecture, layout: ModelLayout) -> WeightStorage
 
 def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> BaseModel:
     name = checkpoint_dir.removeprefix("random:")
-    # LitGPT's names come first, then the model types of transformers.
+    # Names of implementations come first, then the model types of transformers.
     known = known_architecture(name, implementation)
     architecture = known[1] if known else default_architecture(name)
     if architecture is None:
@@ -532,14 +539,14 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
             f"architecture {name}{similar} `litgpt download list` prints the names of LitGPT, "
             "docs/models.md has the model types of transformers."
         )
-    if implementation == "litgpt" and architecture.implementation != "litgpt":
+    computed_by = architecture.implementation
+    if implementation not in (None, TRANSFORMERS, computed_by):
         raise UserError(
-            f"model_implementation is litgpt, but {name} is a model type of transformers. Leave "
-            "model_implementation out."
+            f"model_implementation is {implementation}, but {name} is a model type of "
+            "transformers. Leave model_implementation out."
         )
-    is_litgpt = architecture.implementation == "litgpt"
     # By this name, a checkpoint finds the architecture again.
-    called = name if known and not is_litgpt else architecture.name
+    called = name if known and computed_by == TRANSFORMERS else architecture.name
     # Any tokenizer will do for random weights, and this one is always here.
     tokenizer_directory = embedded.path("quickstart") / "model"
     return BaseModel(
@@ -550,9 +557,24 @@ def _open_random(checkpoint_dir: str, implementation: Implementation | None) -> 
         tokenizer_directory=tokenizer_directory,
         tied=architecture.is_usually_tied,
         dtype=torch.float32,
-        layout="litgpt" if is_litgpt else "hf",
+        layout=HF if computed_by == TRANSFORMERS else computed_by,
         settings={},
     )
+
+
+def _own_settings(layout: ModelLayout) -> str:
+    """Name of the settings in the layout of an implementation; "": it has none of its own."""
+    return "" if layout in (HF, TRANSFORMERS) else implementation_row(layout).settings_file
+
+
+def settings_files() -> list[str]:
+    """Names of the settings in directories of all layouts."""
+    return ["config.json", *(row.settings_file for row in IMPLEMENTATIONS)]
+
+
+def _companion_names() -> list[str]:
+    """Names of the files beside the weights that checkpoints keep."""
+    return [*settings_files(), *_BESIDE, *hub.TOKENIZER_FILES]
 
 
 def short_name(directory: Path) -> str:
@@ -565,8 +587,10 @@ def short_name(directory: Path) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    is_litgpt = hub.is_litgpt(directory)
-    return [directory / "lit_model.pth"] if is_litgpt else hub.weight_files(directory)
+    layout = layout_in(directory)
+    if layout == HF:
+        return hub.weight_files(directory)
+    return [directory / implementation_row(layout).weights_file]
 
 
 def _stored(
@@ -604,9 +628,9 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
         return
     sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
     if base.directory is not None:
-        is_litgpt = hub.is_litgpt(base.directory)
-        # Copied without weights, LitGPT's settings would decide the layout.
-        names = [name for name in SETTINGS if is_litgpt or name != LITGPT_SETTINGS]
+        # Copied without weights, settings of another layout would decide it.
+        layout = layout_in(base.directory)
+        names = ["config.json", *([] if layout == HF else [_own_settings(layout)])]
         sources += [base.directory / name for name in (*names, *_BESIDE)]
     for source in sources:
         if source.is_file():
@@ -619,8 +643,9 @@ def _grown_companions(base: BaseModel, ungrown: BaseModel) -> Iterator[tuple[str
     for name, content in companions(ungrown):
         if name == "config.json":
             changed[name] = (json.dumps(dict(base.settings), indent=2) + "\n").encode()
-        elif name == LITGPT_SETTINGS:
-            changed[name] = yaml.dump(base.architecture.settings_in("litgpt")).encode()
+        elif name == _own_settings(base.architecture.implementation):
+            of_layout = base.architecture.settings_in(base.architecture.implementation)
+            changed[name] = yaml.dump(of_layout).encode()
         yield name, changed.get(name, content)
 
 
@@ -673,13 +698,14 @@ def read_blueprint(
     # One suggestion is enough.
     asks = "Did you mean" in str(wanted)
     hint = f" Did you mean {' or '.join(near)}?" if near and not asks else ""
-    named = (
-        "LitGPT knows no model of this name"
-        if litgpt_is_installed()
-        else "LitGPT, which knows many models by name, is not installed"
+    named = "".join(
+        f"{row.title} knows no model of this name and "
+        if row.is_installed
+        else f"{row.title}, which knows many models by name, is not installed and "
+        for row in IMPLEMENTATIONS
     )
     raise UserError(
-        f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because {named} and there "
+        f"checkpoint_dir {checkpoint_dir}: its architecture is unknown, because {named}there "
         f"is no config.json. {wanted}{hint}"
     )
 
@@ -692,7 +718,7 @@ def _of_settings(
     with suppress(UserError):  # sizes are known of weights that cannot be read, too
         form = stored_form(settings, name)
     settings = plain_settings(settings)
-    layout: ModelLayout = "litgpt" if (directory / LITGPT_SETTINGS).is_file() else "hf"
+    layout = layout_by_settings(directory)
     architecture = _architecture_of(directory, settings, name, layout, implementation)
     return BaseModel(
         name=name,
@@ -720,7 +746,7 @@ def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
         # LitGPT's configurations do not say which models are tied.
         tied=architecture.is_usually_tied or directory.name.lower().startswith(_TIED),
         dtype=torch.float32,
-        layout="litgpt" if architecture.naming_in("hf") is None else "hf",
+        layout=architecture.implementation if architecture.naming_in(HF) is None else HF,
         settings={},
         companions={},
         known_as=hub_name,
@@ -750,12 +776,13 @@ def fingerprint(base: BaseModel) -> str:
         UserError: the weights are missing, damaged or not those of the architecture.
     """
     implementation = base.architecture.implementation
-    return f"{implementation}:" * (implementation != "litgpt") + _digest(base)
+    return f"{implementation}:" * (implementation != FIRST) + _digest(base)
 
 
 def implementation_of(known: str) -> Implementation:
-    """Return the implementation that a fingerprint names; those of LitGPT's models name none."""
-    return "transformers" if known.startswith("transformers:") else "litgpt"
+    """Return the implementation that a fingerprint names; those of the first one name none."""
+    named, found, _ = known.partition(":")
+    return named if found else FIRST
 
 
 def _digest(base: BaseModel) -> str:

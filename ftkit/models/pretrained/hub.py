@@ -12,6 +12,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.checks import quantized_weights, stored_form
 from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
 from ftkit.models.pretrained.single_file import SingleFile, or_single_files, single_file
+from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.options import DownloadOptions
 from ftkit.utils import embedded
 from ftkit.utils.console.display import Display
@@ -49,7 +50,6 @@ PROCESSOR_FILES = (
 CARD = "README.md"
 """A model card; its head names the licence of a base model."""
 
-LITGPT_FILES = ("model_config.yaml", "lit_model.pth")
 
 _SETTINGS_FILES = (
     *("config.json", "generation_config.json"),
@@ -170,7 +170,7 @@ def find_single_file(name: str, *, root: Path = ROOT) -> SingleFile | None:
         if not candidate.is_dir() or _incomplete_files(candidate):
             continue
         files = [one for path in sorted(candidate.iterdir()) if (one := single_file(path))]
-        if not files or is_litgpt(candidate) or weight_files(candidate):
+        if not files or layout_in(candidate) != HF or weight_files(candidate):
             continue
         if len(files) > 1:
             raise UserError(
@@ -344,24 +344,19 @@ def has_tokenizer(directory: Path) -> bool:
 def missing_files(directory: Path) -> list[str]:
     """List the files that a directory lacks to be a base model; [] if complete.
 
-    Only names are compared. A LitGPT directory needs its two files, a Hugging Face directory
-    config.json and every weight file of its index.
+    Only names are compared. A directory in the layout of an implementation needs its two files, one
+    of Hugging Face config.json and every weight file of its index.
     """
     # Checked first: the files that are there may look complete without the unfinished ones.
     if _incomplete_files(directory):
         return ["the rest of an interrupted download (run ftkit download again)"]
-    if is_litgpt(directory):
+    if layout_in(directory) != HF:
         return []
     require_regular(settings := directory / "config.json")
     missing, weights = [] if settings.is_file() else [settings.name], weight_files(directory)
     if not weights:
         missing.append("weights (model.safetensors)")
     return missing + [file.name for file in weights if not file.is_file()]
-
-
-def is_litgpt(directory: Path) -> bool:
-    """Return whether the directory holds a model in LitGPT's own format."""
-    return all((directory / name).is_file() for name in LITGPT_FILES)
 
 
 def is_classifier(settings: Mapping[str, Any]) -> bool:

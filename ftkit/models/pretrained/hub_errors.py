@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.checks import litgpt_is_installed
+from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.utils.names import nearest
 
 
@@ -118,18 +118,12 @@ def nearest_directory(name: str) -> str:
 
 
 def nearest_names(name: str) -> list[str]:
-    """Hub names of models that LitGPT knows and that are spelled like the given one; up to 3."""
+    """Hub names of models that implementations know, spelled like the given one; up to 3."""
     import difflib
 
-    if not litgpt_is_installed():
-        return []
-    from litgpt.config import configs
-
-    hub_names = [f"{c['hf_config']['org']}/{c['hf_config']['name']}" for c in configs]
-    # Users may have misspelt ORG/NAME, NAME alone, or LitGPT's own name.
-    by_spelling = {known.lower(): known for known in hub_names}
-    by_spelling |= {known.split("/")[-1].lower(): known for known in hub_names}
-    by_spelling |= {c["name"].lower(): known for c, known in zip(configs, hub_names, strict=True)}
+    by_spelling: dict[str, str] = {}
+    for row in IMPLEMENTATIONS:
+        by_spelling |= row.known_names()
     # More than are shown, because several spellings may mean the same model.
     close = difflib.get_close_matches(name.lower(), by_spelling, n=6, cutoff=0.7)
     # A copy of another organisation has the name alone.

@@ -1,4 +1,4 @@
-"""Saving of a model as a directory, in the layout of Hugging Face or of LitGPT."""
+"""Saving of a model as a directory, in Hugging Face's layout or that of an implementation."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import HEAD, LITGPT_SETTINGS, ModelLayout
-from ftkit.models.architectures.checks import require_litgpt
+from ftkit.models.architectures.architecture import HEAD, ModelLayout
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE
 from ftkit.models.pretrained.base_model import (
-    SETTINGS,
     BaseModel,
     companions,
     is_tied,
     licences,
     parameter_shapes,
+    settings_files,
     storage_of,
 )
 from ftkit.models.pretrained.reward_model import (
@@ -38,6 +36,7 @@ from ftkit.models.pretrained.weight_files import (
     WeightStorage,
     write_settings,
 )
+from ftkit.recipe.implementations import HF, implementation_row
 from ftkit.utils.files import new_directory
 
 _ALSO_TEMPLATES = (TOKENIZER_CONFIG, "chat_template.json")
@@ -48,11 +47,32 @@ _NOTE = "_from_model_config"
 
 def layout_of(base: BaseModel) -> ModelLayout:
     """Choose the layout of a fine-tuned model: Hugging Face's if possible."""
-    # Otherwise it came from a LitGPT directory, and a run must not end without a result.
-    if base.architecture.naming_in("hf") is None:
-        return "litgpt"
-    is_described = base.layout == "hf" or bool(base.settings)
-    return "hf" if is_described or base.architecture.settings_in("hf") is not None else "litgpt"
+    # Otherwise it came from a directory in the layout of its implementation, and a run must not end
+    # without a result.
+    if base.architecture.naming_in(HF) is None:
+        return base.architecture.implementation
+    is_described = base.layout == HF or bool(base.settings)
+    is_possible = is_described or base.architecture.settings_in(HF) is not None
+    return HF if is_possible else base.architecture.implementation
+
+
+def save_in_own_layout(
+    base: BaseModel,
+    tensors: Tensors,
+    out: Path,
+    *,
+    layout: ModelLayout,
+    overwrite: bool = False,
+    others: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write a model in the layout of an implementation; further arguments as of `save_hf`.
+
+    Raises:
+        UserError: as `save_hf`, or its library is not installed.
+    """
+    row = implementation_row(layout)
+    row.require(f"{row.title}'s layout is written with {row.title}'s own code.")
+    row.code().save(base, tensors, out, overwrite=overwrite, others=others)
 
 
 def save_hf(
@@ -85,17 +105,17 @@ def save_hf(
             or cannot be written.
         ValueError: the tensors are not those of the model.
     """
-    storage = _storage_for(base, "hf")
+    storage = storage_for(base, "hf")
     # Everything that can be refused is refused before the directory is made.
     require_extra_weights(base)
-    settings = _plain(base.settings) or base.architecture.settings_in("hf")
+    settings = settings_without_code(base.settings) or base.architecture.settings_in("hf")
     if settings is None:
         raise UserError(
             f"{base.architecture.name} cannot be written for Hugging Face without its config.json. "
             "Copy config.json of the original model into its directory."
         )
-    embedding, head = _ends(base, storage)
-    with _directory(out, overwrite) as partial:
+    embedding, head = ends_in_files(base, storage)
+    with written_directory(out, overwrite) as partial:
         writer = ShardWriter(
             partial, max_shard_bytes, None if packing is None else packing.metadata
         )
@@ -112,7 +132,7 @@ def save_hf(
         if base.architecture.rest_shapes or "text_config" in settings:
             settings = _of_whole(settings, base, writer.dtypes, tied=is_now_tied)
         else:
-            settings |= _facts(settings, base, dtype, tied=is_now_tied)
+            settings |= facts_of_weights(settings, base, dtype, tied=is_now_tied)
             if base.architecture.scores:
                 settings |= reward_settings(base, others or {})
             # Without these keys, transformers assumes the defaults of the family.
@@ -121,60 +141,6 @@ def save_hf(
         if packing is not None:
             settings |= packing.settings
         write_settings(partial / "config.json", settings)
-        save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
-
-
-def save_litgpt(
-    base: BaseModel,
-    tensors: Tensors,
-    out: Path,
-    *,
-    overwrite: bool = False,
-    others: Mapping[str, bytes] | None = None,
-) -> None:
-    """Write a model in LitGPT's layout: lit_model.pth and model_config.yaml.
-
-    The directory appears complete or not at all. Memory holds one tensor at a time. LitGPT only
-    reads weights by torch.load, so this is ftkit's one file that is a pickle. It holds nothing but
-    tensors: torch's restricted loader (weights_only) reads it.
-
-    Args:
-        base: the original model, whose settings, tokenizer and licence are copied.
-        tensors: all of the model. A tied head is written too, as LitGPT expects it.
-        out: a directory that is empty or does not exist.
-        overwrite: replace the directory, once the new one is complete.
-        others: further files, by name; they replace those of the base model.
-
-    Raises:
-        UserError: LitGPT has no such model or is not installed, or ``out`` exists or cannot be
-            written.
-        ValueError: the tensors are not those of the model.
-    """
-    require_litgpt("LitGPT's layout is written with LitGPT's own code.")
-    from litgpt.utils import incremental_save
-
-    storage = _storage_for(base, "litgpt")
-    embedding, head = _ends(base, storage)
-    stored: dict[str, Any] = {}
-    with _directory(out, overwrite) as partial:
-        with incremental_save(partial / "lit_model.pth") as file:
-            for name, tensor in storage.written(tensors):
-                # A storage of its own: a view of a mapped file would bring the whole file.
-                stored[name] = file.store_early(tensor.detach().cpu().clone())
-                # config.json names the number format of the embedding.
-                if name == embedding:
-                    dtype = tensor.dtype
-            tied = head not in stored
-            # Both names refer to one storage, which the file holds once.
-            if tied:
-                stored[head] = stored[embedding]
-            file.save(stored)
-        own = yaml.dump(base.architecture.settings_in("litgpt"))
-        (partial / LITGPT_SETTINGS).write_text(own, encoding="utf-8")
-        if settings := _plain(base.settings):
-            write_settings(
-                partial / "config.json", settings | _facts(settings, base, dtype, tied=tied)
-            )
         save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
 
 
@@ -191,19 +157,19 @@ def require_extra_weights(base: BaseModel) -> None:
         )
 
 
-def _storage_for(base: BaseModel, layout: ModelLayout) -> WeightStorage:
+def storage_for(base: BaseModel, layout: ModelLayout) -> WeightStorage:
     """Return the rules by which a layout stores the model; UserError if it cannot."""
     if (obstacle := base.architecture.obstacle_to(layout)) is not None:
         raise UserError(f"{base.name} {obstacle}")
     return storage_of(base.architecture, layout)
 
 
-def _ends(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
+def ends_in_files(base: BaseModel, storage: WeightStorage) -> tuple[str, str]:
     """Names of embedding and head in the files."""
     return storage.written_name(base.architecture.embedding), storage.written_name(HEAD)
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+def settings_without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without the key that names code in the model's repository."""
     # That code was not used here, and transformers would ask to trust it.
     return {key: value for key, value in settings.items() if key != "auto_map"}
@@ -229,7 +195,7 @@ def _of_whole(
     return {**settings, **changed}
 
 
-def _facts(
+def facts_of_weights(
     settings: Mapping[str, Any], base: BaseModel, dtype: Any, *, tied: bool
 ) -> dict[str, Any]:
     """Entries of config.json that describe the written weights."""
@@ -250,12 +216,12 @@ def save_beside(base: BaseModel, others: Mapping[str, bytes] | None, directory: 
         directory: exists.
     """
     for name, content in {**dict(companions(base)), **(others or {})}.items():
-        if name not in SETTINGS:
+        if name not in settings_files():
             (directory / name).write_bytes(content)
 
 
 @contextmanager
-def _directory(out: Path, overwrite: bool) -> Iterator[Path]:
+def written_directory(out: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a new directory to fill; turn write errors into a UserError."""
     try:
         with new_directory(out, overwrite=overwrite) as partial:

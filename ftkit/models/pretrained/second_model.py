@@ -9,6 +9,7 @@ from ftkit.errors import UserError
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.recipe.implementations import HF, layout_in
 from ftkit.utils.confinement import confined
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
         function = f"{__name__}:check_directories"
         confined(function, name, str(own), other, str(others), key, file=own)
     # LitGPT's settings may leave out how far a vocabulary is padded.
-    if key == "teacher" and not (hub.is_litgpt(own) or hub.is_litgpt(others)):
+    if key == "teacher" and layout_in(own) == layout_in(others) == HF:
         settings = [hub.read_json(one / "config.json") for one in (own, others)]
         if hub.is_classifier(settings[1]):
             raise _without_tokens(other, key)

@@ -27,7 +27,7 @@ from ftkit.extensions.foreign_checkpoints.unpickling import (
     held,
     load_torch_file,
 )
-from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
+from ftkit.extensions.litgpt.architecture import LitgptArchitecture
 from ftkit.models.pretrained.base_model import open_base, storage_of
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")

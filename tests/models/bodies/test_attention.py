@@ -14,6 +14,7 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 import torch.nn.functional as F
 from adapters import build, lora_recipe
+from litgpt_models import litgpt_architecture
 from tiny import LITGPT_ONLY, make_litgpt_only, make_llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,6 @@ from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import Sample
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import AttentionTraits
-from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.bodies import attention
 from ftkit.models.bodies.attention import (
     AttentionKernel,
@@ -88,8 +88,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LENGTHS = (9, 30, 30, 5, 64, 2)
 
 
-def architecture(**settings: Any) -> LitgptArchitecture:
-    return LitgptArchitecture(litgpt.Config(**SIZES | settings))
+def architecture(**settings: Any) -> Any:
+    return litgpt_architecture(litgpt.Config(**SIZES | settings))
 
 
 def make_model(kernel: AttentionKernel = "sdpa", **settings: Any) -> LanguageModel:
@@ -357,7 +357,11 @@ def test_rows_are_the_default_where_they_are_faster(
 def test_latent_attention_is_padded_and_rows_are_refused() -> None:
     config = litgpt.Config(**SIZES)
     config.latent_attention = {"q_lora_rank": 8}
-    traits = LitgptArchitecture(config).attention
+    traits = (
+        pytest.importorskip("ftkit.extensions.litgpt.architecture")
+        .LitgptArchitecture(config)
+        .attention
+    )
     assert path_of(traits, plan_of(HOST, "32-true", "null")) == "padded"
     of_tokens = dataclasses.replace(plan_of(HOST, "32-true", "null"), micro_batch_tokens=512)
     assert path_of(traits, of_tokens) == "padded"

@@ -3,10 +3,10 @@
 import litgpt
 import pytest
 import torch
+from litgpt_models import litgpt_architecture
 from torch import Tensor
 from transformers_models import model_type, settings_of
 
-from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.bodies.norm import RMSNorm, replace_norms
 from ftkit.models.language_model import LanguageModel
@@ -89,7 +89,7 @@ def test_the_input_is_the_only_thing_of_its_size_that_is_kept(
 def test_every_rms_norm_of_a_model_is_replaced_under_its_name(name: str) -> None:
     config = litgpt.Config.from_name(name, n_layer=2)
     with torch.device("meta"):
-        model, theirs = LanguageModel(LitgptArchitecture(config), tied=False), litgpt.GPT(config)
+        model, theirs = LanguageModel(litgpt_architecture(config), tied=False), litgpt.GPT(config)
     expected = {n for n, m in theirs.named_modules() if isinstance(m, litgpt.model.RMSNorm)}
     found = {n.removeprefix("body."): m for n, m in model.named_modules() if type(m) is RMSNorm}
     assert found.keys() == expected and len(expected) >= 5

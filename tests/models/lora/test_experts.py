@@ -11,13 +11,13 @@ import pytest
 import torch
 from adapters import TOKENS, build, export, logits, lora_recipe, train
 from conversions import assert_equal, merge, own_logits, transformers_logits
+from litgpt_models import litgpt_architecture
 from tiny import make_llama
 from torch import Tensor
 from transformers_models import MORE_MODELS, make_transformers_model
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.flops import flops_per_token
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter, taken_for_experts
@@ -208,7 +208,10 @@ def test_models_without_such_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tiny has no experts .* Try --lora_experts false\."):
         outline(base, lora_recipe(base, lora_experts=True), torch.float32)
     config = litgpt.Config.from_name("Mixtral-8x7B-v0.1", n_layer=1)
-    of_layers = dataclasses.replace(base, architecture=LitgptArchitecture(config))
+    of_layers = dataclasses.replace(
+        base,
+        architecture=litgpt_architecture(config),
+    )
     with pytest.raises(UserError, match=r"linear layers: try .* --lora_mlp true\."):
         outline(of_layers, lora_recipe(of_layers, lora_experts=True), torch.float32)
 

@@ -28,7 +28,7 @@ from ftkit.models.pretrained.base_model import (
     vocabulary_parameters,
     weights,
 )
-from ftkit.models.pretrained.save import save_hf, save_litgpt
+from ftkit.models.pretrained.save import save_hf, save_in_own_layout
 from ftkit.recipe.peft_adapter import noted_tokens
 from ftkit.recipe.recipe import Recipe
 
@@ -47,7 +47,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
     }
     llama = found["llama"]
     found["computed by transformers"] = open_base(str(llama.directory), "transformers")
-    save_litgpt(llama, weights(llama), directory / "litgpt")
+    save_in_own_layout(llama, weights(llama), directory / "litgpt", layout="litgpt")
     found["in LitGPT's layout"] = open_base(str(directory / "litgpt"))
     return found
 

@@ -17,14 +17,13 @@ import transformers
 from computed import filled
 from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
 from litgpt.utils import save_config
+from litgpt_models import litgpt_architecture, litgpt_part
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.errors import UserError
-from ftkit.models.architectures import families
-from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
 from ftkit.models.language_model import outline
 from ftkit.models.pretrained import base_model, hub
 from ftkit.models.pretrained.base_model import (
@@ -39,6 +38,7 @@ from ftkit.models.pretrained.base_model import (
 )
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.implementations import layout_in
 from ftkit.recipe.recipe import Recipe
 from ftkit.utils import embedded
 
@@ -203,8 +203,9 @@ def fused(base: BaseModel) -> dict[str, Tensor]:
 
 
 def config_of(base: BaseModel) -> litgpt.Config:
-    assert isinstance(base.architecture, LitgptArchitecture)
-    return base.architecture.config
+    architecture: Any = base.architecture
+    assert architecture.implementation == "litgpt"
+    return architecture.config
 
 
 def litgpt_model(base: BaseModel) -> litgpt.GPT:
@@ -389,7 +390,9 @@ def test_a_window_of_litgpts_layout_limits_the_positions_too(
     config = dataclasses.replace(
         config_of(original), block_size=64, sliding_window_size=24, **every_other
     )
-    architecture = LitgptArchitecture(config, families.family_of_settings(original.settings))
+    architecture = litgpt_architecture(
+        config, litgpt_part("families").family_of_settings(original.settings)
+    )
     with_window = dataclasses.replace(original, architecture=architecture)
     lit = open_base(str(write_litgpt(with_window, tmp_path / "lit")))
     assert lit.architecture.context_length == 24
@@ -600,7 +603,7 @@ def test_a_base_model_is_opened_again_without_its_weights(
 ) -> None:
     base = in_layout(layout, open_base(str(make_model(model, torch.bfloat16))), tmp_path / "lit")
     directory = companions(base, tmp_path / "base")
-    assert not any(hub.weight_files(directory)) and not hub.is_litgpt(directory)
+    assert not any(hub.weight_files(directory)) and layout_in(directory) == "hf"
     outlined = open_without_weights(directory)
     assert_same_but_weights(outlined, base)
     assert parameter_shapes(outlined) == parameter_shapes(base)
@@ -727,8 +730,8 @@ def test_litgpts_own_settings_are_those_of_config_json(name: str, settings: dict
         settings["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     if lit.post_mlp_norm:
         settings["query_pre_attn_scalar"] = lit.attention_scores_scalar or lit.head_size
-    theirs = families.litgpt_config(settings, "copy")
-    assert LitgptArchitecture(theirs).identity() == LitgptArchitecture(lit).identity()
+    theirs = litgpt_part("families").litgpt_config(settings, "copy")
+    assert litgpt_architecture(theirs).identity() == litgpt_architecture(lit).identity()
 
 
 @pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
@@ -1028,7 +1031,7 @@ def test_families_whose_config_json_cannot_be_made_are_refused_before_any_work(
     lit = open_base(str(write_litgpt(open_base(str(make_model("gemma"))), tmp_path / "lit")))
     with pytest.raises(UserError, match="for Hugging Face without its"):
         save_hf(lit, untouchable(), tmp_path / "out")
-    unknown = dataclasses.replace(lit, architecture=LitgptArchitecture(config_of(lit)))
+    unknown = dataclasses.replace(lit, architecture=litgpt_architecture(config_of(lit)))
     with pytest.raises(UserError, match="cannot write for Hugging Face"):
         save_hf(unknown, untouchable(), tmp_path / "out")
 
@@ -1081,7 +1084,7 @@ def test_an_existing_model_is_never_overwritten(make_model: MakeModel, tmp_path:
 
 
 def test_every_known_family_is_tested() -> None:
-    assert {family(model) for model in MODELS} == set(families.FAMILIES)
+    assert {family(model) for model in MODELS} == set(litgpt_part("families").FAMILIES)
 
 
 def test_an_old_checkpoint_with_a_stored_tied_head_is_read(

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.save import chat_files, save_hf, save_litgpt
+from ftkit.models.pretrained.save import chat_files, save_hf, save_in_own_layout
 from ftkit.models.pretrained.tokenizer import end_tokens
 
 TRAINED = (
@@ -66,7 +66,13 @@ def test_other_programs_find_no_other_template(base: Path, tmp_path: Path) -> No
     for name in ("tokenizer_config.json", "chat_template.json"):
         assert json.loads((out / name).read_text())["chat_template"] == TRAINED
     model = open_base(str(base))
-    save_litgpt(model, weights(model), tmp_path / "lit", others=chat_files(model, TRAINED, (1,)))
+    save_in_own_layout(
+        model,
+        weights(model),
+        tmp_path / "lit",
+        others=chat_files(model, TRAINED, (1,)),
+        layout="litgpt",
+    )
     assert (tmp_path / "lit" / "chat_template.jinja").read_text() == TRAINED
 
 

@@ -1,6 +1,7 @@
 """The licence of a base model goes with everything that holds its weights, byte for byte."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ftkit.models.pretrained.base_model import (
     weights,
 )
 from ftkit.models.pretrained.hub import is_licence
-from ftkit.models.pretrained.save import save_hf, save_litgpt
+from ftkit.models.pretrained.save import save_hf, save_in_own_layout
 
 FILES = {
     "LICENSE": b"terms\r\n\xff\x00",
@@ -52,7 +53,9 @@ def test_no_other_file_is_one(name: str) -> None:
     assert not is_licence(name)
 
 
-@pytest.mark.parametrize("save", [save_hf, save_litgpt])
+@pytest.mark.parametrize(
+    "save", [save_hf, partial(save_in_own_layout, layout="litgpt")], ids=["hf", "litgpt"]
+)
 def test_a_model_is_saved_with_the_licence_of_its_base(
     save: Callable[..., None], model: Path, tmp_path: Path
 ) -> None:

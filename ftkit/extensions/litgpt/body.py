@@ -19,7 +19,7 @@ from litgpt.model import (
 )
 from torch import Tensor
 
-from ftkit.models.architectures.litgpt_architecture import OutlineOfGpt
+from ftkit.extensions.litgpt.architecture import LitgptArchitecture, OutlineOfGpt
 from ftkit.models.bodies.attention import (
     AttentionKernel,
     AttentionLayer,
@@ -48,7 +48,8 @@ class LitgptBody(OutlineOfGpt, Body):
     cache: KeyValueCache | None = None
     """Of the answer that is being made; LitGPT's latent attention has its own."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, architecture: LitgptArchitecture) -> None:
+        config = architecture.config
         plain = copy.copy(config)
         # The head is taken away, and applies this bound itself.
         plain.final_logit_softcapping = None

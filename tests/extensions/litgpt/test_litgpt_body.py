@@ -8,7 +8,7 @@ import torch
 from litgpt.model import LLaMAMoE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ftkit.models.bodies.litgpt_body import Experts
+from ftkit.extensions.litgpt.body import Experts
 from ftkit.models.token_numbers import TokenDropout, TokenNumbers
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -6,9 +6,9 @@ import pytest
 from litgpt.config import Config, configs
 
 from ftkit.errors import UserError
+from ftkit.extensions.litgpt.architecture import find_by_hub_name
+from ftkit.extensions.litgpt.families import litgpt_config
 from ftkit.models.architectures.architecture import Implementation
-from ftkit.models.architectures.families import litgpt_config
-from ftkit.models.architectures.litgpt_architecture import find_by_hub_name
 from ftkit.models.architectures.read import known_architecture
 from ftkit.models.dry_run import try_architecture
 from ftkit.models.pretrained.base_model import (

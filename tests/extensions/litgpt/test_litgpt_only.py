@@ -15,12 +15,13 @@ from tiny import LITGPT_ONLY, make_litgpt_only
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.models.architectures.families import FAMILIES
-from ftkit.models.architectures.litgpt_architecture import LitgptArchitecture
+from ftkit.extensions.litgpt.architecture import LitgptArchitecture
+from ftkit.extensions.litgpt.families import FAMILIES
 from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.hub import CARD, is_litgpt
-from ftkit.models.pretrained.save import layout_of, save_hf, save_litgpt
+from ftkit.models.pretrained.hub import CARD
+from ftkit.models.pretrained.save import layout_of, save_hf, save_in_own_layout
 from ftkit.planning.predict import plan_files
+from ftkit.recipe.implementations import layout_in
 from ftkit.runs.report.report import read_report
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -63,7 +64,7 @@ def test_a_full_fine_tune_ends_as_a_model_that_litgpt_loads(
     report = read_report(out)
     assert report.outcome == "completed" and report.files.final == "final"
     assert any("will be a LitGPT directory" in warning for warning in report.warnings)
-    assert is_litgpt(out / "final")
+    assert layout_in(out / "final") == "litgpt"
     exported = export(out / "checkpoints", "litgpt", tmp_path / "exported")
     assert torch.equal(litgpt_logits(out / "final"), litgpt_logits(exported))
     assert not torch.equal(litgpt_logits(out / "final"), litgpt_logits(tmp_path / "base"))
@@ -157,5 +158,5 @@ def test_litgpt_directories_of_families_whose_config_is_missing_stay_litgpt_dire
     assert layout_of(dataclasses.replace(without, settings={"model_type": "gemma2"})) == "hf"
     with pytest.raises(UserError, match=r"export with --format litgpt"):
         save_hf(base, weights(base), tmp_path / "hf")
-    save_litgpt(base, weights(base), tmp_path / "lit")
+    save_in_own_layout(base, weights(base), tmp_path / "lit", layout="litgpt")
     assert torch.equal(litgpt_logits(tmp_path / "lit"), litgpt_logits(tmp_path / "base"))

@@ -15,9 +15,9 @@ from rank_jobs import LORA, NO_EVALUATION, Case, Outcome, Run, make_run
 from safetensors.torch import load_file
 from transformers_models import make_transformers_model
 
-from ftkit.models.architectures import read
 from ftkit.models.architectures.architecture import Implementation
 from ftkit.models.pretrained.base_model import open_base, parameter_shapes
+from ftkit.recipe.implementations import ImplementationRow
 from ftkit.recipe.recipe import ALL_LINEAR
 
 STEPS = 8
@@ -123,7 +123,7 @@ def test_what_is_installed_decides_between_equals_alone(
     made = str(make_transformers_model(tmp_path, model, **changes))
     with_litgpt = open_base(made).architecture
     assert with_litgpt.window is None
-    monkeypatch.setattr(read, "litgpt_is_installed", lambda: False)
+    monkeypatch.setattr(ImplementationRow, "is_installed", False)
     without = open_base(made).architecture
     assert without.implementation == "transformers"
     is_fused = family in NOT_FUSED

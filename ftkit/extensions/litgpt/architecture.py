@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import torch
 from litgpt.config import Config, configs
@@ -14,10 +14,10 @@ from litgpt.model import GPT
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.architectures import families
+from ftkit.extensions.litgpt import families
+from ftkit.extensions.litgpt.families import AttentionBiasConfig, Family, Settings
 from ftkit.models.architectures.architecture import (
     HEAD,
-    LITGPT_SETTINGS,
     SCORE,
     Architecture,
     AttentionTraits,
@@ -27,10 +27,10 @@ from ftkit.models.architectures.architecture import (
     Naming,
     seed_of,
 )
-from ftkit.models.architectures.checks import require_plausible, require_sound
-from ftkit.models.architectures.families import AttentionBiasConfig, Family, Settings
+from ftkit.models.architectures.checks import implausible, require_plausible, shown_setting
 from ftkit.models.meta_device import on_meta_device
 from ftkit.utils.damaged_files import reading
+from ftkit.utils.json_values import from_json
 from ftkit.utils.yaml_files import load_yaml
 
 _LORA_LAYERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -43,11 +43,18 @@ _LORA_LAYERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lora_head": ("lm_head",),
     }
 )
+SETTINGS, WEIGHTS = "model_config.yaml", "lit_model.pth"
+"""Files of a directory in LitGPT's layout."""
 _NO_PART = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")
 """Fields of `Config` that change no number for a given sequence."""
 _LAYOUT_DEPENDENT = ("padded_vocab_size", "sliding_window_size", "sliding_window_indices")
 """Fields that depend on the layout: the vocabulary is in the shapes; a window is computed in
 LitGPT's layout and limits the positions in Hugging Face's."""
+
+_NUMBERS = frozenset(("rope_base", "attention_scores_scalar", "rope_condense_ratio"))
+"""Fields of LitGPT's configuration that are annotated as int and may be float."""
+_MOST_EXPERTS_OF_ALL_LAYERS = 2**16
+"""LitGPT's code builds modules for each; the largest published models have a third of this."""
 
 
 class OutlineOfGpt(GPT):  # type: ignore[misc]  # litgpt declares no types
@@ -78,6 +85,9 @@ class LitgptArchitecture(Architecture):
     scores: bool = False
 
     implementation = "litgpt"
+    body = "ftkit.extensions.litgpt.body:LitgptBody"
+    is_one_network = True
+    experts_are_layers = True
 
     @property
     def name(self) -> str:
@@ -298,7 +308,7 @@ def read_litgpt_architecture(
     """
     config, family = _described(directory, settings, name, layout)
     # Types are checked in the fields, which files of both layouts become.
-    require_sound(config, directory / (LITGPT_SETTINGS if layout == "litgpt" else "config.json"))
+    require_sound(config, directory / (SETTINGS if layout == "litgpt" else "config.json"))
     return LitgptArchitecture(config, family, families.window_of(config, settings))
 
 
@@ -345,7 +355,7 @@ def _described(
 
 
 def _config_in(directory: Path) -> Config:
-    file = directory / LITGPT_SETTINGS
+    file = directory / SETTINGS
     expected = "a model configuration of this LitGPT version"
     advice = (
         "Give the original model, or write this directory anew from it: ftkit export ORIGINAL "
@@ -365,6 +375,32 @@ def _require_same(theirs: Config, ours: Config, directory: Path) -> None:
         if getattr(theirs, size) != getattr(ours, size):
             raise UserError(
                 f"{directory} holds two models: {size} is {getattr(ours, size)} in "
-                f"{LITGPT_SETTINGS} and {getattr(theirs, size)} in config.json. Remove the one "
+                f"{SETTINGS} and {getattr(theirs, size)} in config.json. Remove the one "
                 "that does not belong there."
             )
+
+
+def require_sound(config: Config, file: Path | str) -> None:
+    """Refuse a configuration of LitGPT with a field of the wrong type.
+
+    Args:
+        config: made of plausible settings.
+        file: the file that they were read from, for messages.
+
+    Raises:
+        UserError: names the field, its value and its type.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        # LitGPT does not check its annotations, and some of its own models break them.
+        if name in _NUMBERS:
+            kind = float | None
+        try:
+            from_json(kind, value)
+        except TypeError:
+            wanted = getattr(kind, "__name__", str(kind))
+            raise implausible(
+                file, f"what LitGPT calls {name} is {shown_setting(value)}, but has to be {wanted}"
+            ) from None
+    if config.n_layer * config.n_expert > _MOST_EXPERTS_OF_ALL_LAYERS:
+        raise implausible(file, f"it has {config.n_layer} layers of {config.n_expert} experts")

@@ -1,0 +1,8 @@
+"""Models computed by LitGPT's code, and directories in its layout."""
+
+LIBRARIES = {"litgpt": "pip install --no-deps litgpt"}
+MOVED = {
+    "ftkit.models.architectures.families": "families",
+    "ftkit.models.architectures.litgpt_architecture": "architecture",
+    "ftkit.models.bodies.litgpt_body": "body",
+}
