@@ -93,8 +93,7 @@ class BaseModel:
     form: StoredForm | None = None
     """How its files store the weights in 4 or 8 bits; None: as plain numbers."""
     as_stored: frozenset[str] = frozenset()
-    """Our names of the parameters that `weights_as_stored` can read, if it was opened with weights.
-    """
+    """Our names of parameters that `weights_as_stored` reads; none if opened without weights."""
     known_as: str | None = None
     """ORG/NAME of a model whose sizes come from LitGPT; None: they come from its own settings."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
