@@ -11,6 +11,7 @@ from ftkit.cli.commands import COMMANDS
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.evaluation.task_programs import TASK_PROGRAMS
 from ftkit.models.pretrained.single_file import FILE_FORMATS
+from ftkit.models.pretrained.stored_forms import STORED_FORMS
 from ftkit.python_names import PYTHON_NAMES
 from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.recipe.loggers import LOGGERS
@@ -39,6 +40,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     OBJECTIVES,
     PYTHON_NAMES,
     READERS,
+    STORED_FORMS,
     STRATEGIES,
     TASK_PROGRAMS,
     URL_KINDS,

@@ -16,6 +16,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.body import Body
+from ftkit.models.kept_weights import keep_stored
 from ftkit.models.lora.layers import add_adapter
 from ftkit.models.lora.peft_layers import cast_projections
 from ftkit.models.loss import Head, HeadOutput, OutputLayer
@@ -23,7 +24,6 @@ from ftkit.models.meta_device import on_meta_device
 from ftkit.models.offloading import Offloading
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
-from ftkit.models.stored_weights import keep_stored
 from ftkit.models.trained_part import freeze_rest
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
 

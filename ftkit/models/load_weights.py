@@ -19,11 +19,9 @@ from ftkit.models.lora.layers import (
 from ftkit.models.lora.peft_layers import fill_tables
 from ftkit.models.lora.targets import our_name
 from ftkit.models.meta_device import allocate
-from ftkit.models.pretrained.base_model import BaseModel, weights, weights_in_fp8
-from ftkit.models.pretrained.packed_weights import ScaledFloats
+from ftkit.models.pretrained.base_model import BaseModel, weights, weights_as_stored
 from ftkit.models.pretrained.random_weights import INITIAL_STD
-from ftkit.models.stored_weights import held_in_fp8
-from ftkit.models.unpacking import allocate_scales, packed
+from ftkit.models.unpacking import allocate_scales, held_as_stored, packed
 from ftkit.recipe.peft_types import is_adapter
 from ftkit.utils.progress import OnProgress
 
@@ -199,15 +197,15 @@ def _weights(
     model: LanguageModel,
     source: Iterable[tuple[str, Tensor]] | None,
     device: torch.device,
-) -> Iterator[tuple[str, Tensor | ScaledFloats]]:
-    """The base model's weights, tied or untied as the model is."""
-    found: Iterable[tuple[str, Tensor | ScaledFloats]]
+) -> Iterator[tuple[str, Any]]:
+    """The base model's weights as the model holds them, and tied or untied as it is."""
+    found: Iterable[tuple[str, Any]]
     if source is not None:
         found = source
     else:
-        kept = _held_as_stored(model)
+        kept = [our_name(name) for name in held_as_stored(model)]
         plain = weights(base, device, without=frozenset(kept))
-        found = chain(plain, weights_in_fp8(base, kept))
+        found = chain(plain, weights_as_stored(base, kept))
     # A stored head that equals the embedding has no parameter in a tied model.
     for name, tensor in found:
         if name == HEAD and model.tied:
@@ -216,11 +214,6 @@ def _weights(
         # Untied for training: the head starts as a copy of the embedding.
         if name == base.architecture.embedding and base.tied and not model.tied:
             yield HEAD, tensor
-
-
-def _held_as_stored(model: LanguageModel) -> list[str]:
-    """Our names of the weights that a model holds in the FP8 of the files."""
-    return [our_name(name) for name in held_in_fp8(model)]
 
 
 def _computed_weight(layer: Any, stored: Tensor, dtype: torch.dtype) -> Tensor:

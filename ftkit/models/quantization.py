@@ -8,6 +8,8 @@ are whole on every rank.
 """
 
 from collections.abc import Container
+from copy import copy
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -16,6 +18,7 @@ from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 from bitsandbytes.functional import (
     QuantState,
     create_dynamic_map,
+    dequantize_4bit,
     dequantize_blockwise,
     int8_vectorwise_quant,
     name2qmap,
@@ -26,7 +29,6 @@ from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 from torch import Tensor
 
 from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, hold_packed
-from ftkit.models.pretrained.packed_weights import unpacked_4bit
 from ftkit.models.unpacking import UnpackedPerUse
 from ftkit.recipe.recipe import Quantization
 
@@ -37,6 +39,24 @@ NESTED_BLOCK = 256
 VALUES_AT_ONCE = 2**18
 """Weights that are quantised at once; a multiple of WEIGHT_BLOCK. The temporaries of whole weights,
 several times their size, left holes in the heap."""
+
+
+def unpacked_4bit(packed: Tensor, state: Any) -> Tensor:
+    """Unpack weights that bitsandbytes has packed in 4 bits.
+
+    Args:
+        packed: [bytes, 1].
+        state: bitsandbytes' QuantState, with the shape of the result.
+    """
+    shape, block = state.shape, state.blocksize
+    if shape[-1] % block:
+        # On CPUs with AVX512, bitsandbytes 0.50 takes the scales of other blocks where a row ends
+        # within a block. So each block is a row or, if the last one is shorter, all are one.
+        numbers = shape.numel()
+        state = copy(state)
+        state.shape = torch.Size((1, numbers) if numbers % block else (numbers // block, block))
+    weight: Tensor = dequantize_4bit(packed, state)
+    return weight.view(shape)
 
 
 class FourBit(UnpackedPerUse, Linear4bit):

@@ -4,7 +4,7 @@ The packed weight is a parameter. What unpacks it, such as scales, is whole on e
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.models.bodies.experts import packed_in
-from ftkit.models.pretrained.packed_weights import ScaledFloats
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -46,6 +45,10 @@ class UnpackedPerUse(nn.Linear):
 
     compute_dtype: torch.dtype
     """Of the arithmetic."""
+    takes_stored = False
+    """Whether it packs what files hold, as `weights_as_stored` reads it, and no plain weight."""
+    device_kind: str | None = None
+    """Kind of device that a fake weight stands for; None: it is real."""
 
     def allocate(self, device: torch.device) -> None:
         """Allocate what unpacks the weight, if it is to lie apart from temporaries of packing."""
@@ -81,15 +84,24 @@ def allocate_scales(model: nn.Module, device: torch.device) -> None:
             matrices.allocate(device)
 
 
-def packed(
-    model: nn.Module, name: str, value: Tensor | ScaledFloats, device: torch.device
-) -> Tensor:
+def held_as_stored(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the parameters that a model holds as the files of its base do."""
+    for name, module in model.named_modules():
+        if isinstance(module, UnpackedPerUse) and module.takes_stored:
+            yield f"{name}.weight"
+        for kind, matrices in packed_in(module).items():
+            if matrices.takes_stored:
+                yield f"{name}.{kind}"
+
+
+def packed(model: nn.Module, name: str, value: Any, device: torch.device) -> Tensor:
     """Return the tensor that a parameter of the model holds for a weight of the base model.
 
     Args:
         model: with packed layers.
         name: of the parameter.
-        value: the whole weight; every rank passes the same and gets the same.
+        value: the whole weight, as the files hold it for layers that take it so; every rank passes
+            the same and gets the same.
         device: of the computation.
     """
     owner, _, kind = name.rpartition(".")
@@ -99,5 +111,5 @@ def packed(
     if matrices := packed_in(layer).get(kind):
         pack: Callable[[Any, torch.device], Tensor] = matrices.pack  # each takes its own form
         return pack(value, device)
-    assert isinstance(value, Tensor), "nothing else holds a weight as the files do"
+    assert isinstance(value, Tensor), "nothing else takes a weight as the files hold it"
     return value

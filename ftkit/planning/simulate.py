@@ -40,8 +40,8 @@ from ftkit.models.language_model import (
 from ftkit.models.load_weights import Sharding
 from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.stored_weights import Fp8
 from ftkit.models.token_numbers import TokenDropout
+from ftkit.models.unpacking import UnpackedPerUse
 from ftkit.objectives.objective import Batch, make_objective
 from ftkit.objectives.reference import (
     BelowAdapter,
@@ -431,15 +431,15 @@ def _pack(model: LanguageModel, kind: str) -> None:
     with unset_fake_temporarily():  # a table that bitsandbytes computes once in a process
         name2qmap.setdefault("dynamic", create_dynamic_map())
     for module in model.modules():
-        if isinstance(module, Fp8):
-            module.allocate(CPU)
-            module.device_kind = kind
-        elif isinstance(module, FourBit | EightBit):
+        if isinstance(module, FourBit | EightBit):
             weight = torch.empty(module.out_features, module.in_features)
             if isinstance(module, FourBit):  # an operation takes the same time whatever its size
                 module.pack(weight, at_once=weight.numel())
             else:
                 module.pack(weight)
+        elif isinstance(module, UnpackedPerUse):  # it packs nothing
+            module.allocate(CPU)
+            module.device_kind = kind
         for matrices in packed_in(module).values():
             matrices.allocate(CPU)
             matrices.device_kind = kind

@@ -12,8 +12,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.models.architectures.checks import published_text
 from ftkit.models.pretrained.single_file import Conversion
+from ftkit.models.pretrained.stored_forms import published_text
 from ftkit.planning.gpus import HOST
 from ftkit.planning.predict import Planned, PlannedBeside, PlannedReference
 from ftkit.planning.suggest import Change

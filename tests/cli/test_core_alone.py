@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, command_environment, command_line
+from tiny import make_llama
 
 _IMPORT_ALL = (
     "import ftkit\n"
@@ -80,6 +81,21 @@ def test_what_only_extensions_have_is_refused(core: Path, tmp_path: Path) -> Non
         )
         assert ended.returncode == 2 and "Traceback" not in ended.stderr
         assert words[-1] in ended.stderr or words[0] in ended.stderr
+
+
+@pytest.mark.slow
+def test_weights_in_8_bits_need_their_extension(core: Path, tmp_path: Path) -> None:
+    file = make_llama(tmp_path / "model") / "config.json"
+    settings = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    file.write_text(json.dumps(settings))
+    quickstart = ROOT / "recipes/quickstart.yaml"
+    for words in (("--checkpoint_dir", "model"), ("--quantize", "stored")):
+        line = command_line("plan", quickstart, *words)
+        ended = subprocess.run(
+            line, capture_output=True, text=True, env=variables(core), cwd=tmp_path
+        )
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+        assert "its extension packed_weights is missing" in " ".join(ended.stderr.split())
 
 
 @pytest.mark.slow

@@ -388,6 +388,7 @@ def test_a_smaller_micro_batch_is_the_first_advice() -> None:
 def test_a_plan_says_in_which_form_a_base_is_published_and_what_becomes_of_it(
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("ftkit.extensions.packed_weights")
     settings = json.loads((make_llama(tmp_path) / "config.json").read_text())
     settings |= {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 256}
     settings |= {"num_hidden_layers": 3, "dtype": "bfloat16"}

@@ -49,6 +49,7 @@ LIGHT_MODULES = [
     "extensions.notebook.api",
     "extensions.notebook.display",
     "extensions.notebook.results",
+    "extensions.packed_weights.stored_forms",
     "extensions.sweep.sweep",
     "extensions.watch.live_page",
     "extensions.watch.watch",
@@ -57,6 +58,7 @@ LIGHT_MODULES = [
     "models.pretrained.single_file",
     "models.pretrained.hub",
     "models.pretrained.second_model",
+    "models.pretrained.stored_forms",
     "models.pretrained.tokenizer",
     "strategies.schedule",
 ]
@@ -112,6 +114,7 @@ NO_MODULES = {
         "ftkit.launchers",
         "ftkit.loggers",
         "ftkit.recipe_readers",
+        "ftkit.stored_forms",
         "ftkit.task_programs",
         "ftkit.url_kinds",
     ),  # groups of entry points

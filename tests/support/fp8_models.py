@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -109,6 +110,7 @@ MIXED = {
 
 def in_fp8(base: Path, directory: Path, style: str = "rows") -> tuple[Path, Path]:
     """Copies of a model: with its linear layers in FP8, and with what these stand for."""
+    pytest.importorskip("ftkit.extensions.packed_weights")
     known = (STYLES | MIXED)[style]
     packed, plain = directory / "packed", directory / "plain"
     stored: dict[str, Tensor] = {}

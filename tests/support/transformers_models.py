@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from packaging.version import Version
@@ -602,6 +603,7 @@ def transformers_model(directory: Path) -> transformers.PreTrainedModel:
 
 def make_in_mxfp4(directory: Path, **changes: Any) -> Path:
     """A gpt-oss whose experts are random floats of 4 bits, as its files have them."""
+    pytest.importorskip("ftkit.extensions.packed_weights")
     sizes = {"intermediate_size": 64} | changes
     make_transformers_model(directory, "gpt_oss", **sizes)
     file = directory / "model.safetensors"

@@ -52,6 +52,9 @@ class PackedMatrices(ABC):
     the model has.
     """
 
+    takes_stored = False
+    """Whether `pack` takes what files hold, and no plain parameter."""
+
     def __init__(self, shape: torch.Size, *, transposed: bool, compute_dtype: torch.dtype) -> None:
         """Describe the matrices; no memory is taken.
 

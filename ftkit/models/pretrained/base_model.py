@@ -20,11 +20,6 @@ from ftkit.models.architectures.architecture import (
     ModelLayout,
     Naming,
 )
-from ftkit.models.architectures.checks import (
-    StoredForm,
-    plain_settings,
-    stored_form,
-)
 from ftkit.models.architectures.read import (
     default_architecture,
     known_architecture,
@@ -33,13 +28,8 @@ from ftkit.models.architectures.read import (
 from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
 from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
-from ftkit.models.pretrained.packed_weights import (
-    ScaledFloats,
-    dtype_before,
-    scaled_floats,
-    unpacked,
-)
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
+from ftkit.models.pretrained.stored_forms import StoredForm, plain_settings, stored_form
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import (
     DTYPES,
@@ -107,8 +97,8 @@ class BaseModel:
     run started from may be deleted before the run ends. None: they are read when needed."""
     form: StoredForm | None = None
     """How its files store the weights in 4 or 8 bits; None: as plain numbers."""
-    in_fp8: frozenset[str] = frozenset()
-    """Our names of the parameters that its files hold in FP8, if it was opened with weights."""
+    as_stored: frozenset[str] = frozenset()
+    """Our names of parameters that `weights_as_stored` reads; none if opened without weights."""
     known_as: str | None = None
     """ORG/NAME of a model whose sizes come from LitGPT; None: they come from its own settings."""
     rest: Mapping[str, WeightTensor] = field(default_factory=dict)
@@ -204,7 +194,7 @@ def open_base(
         layout=layout,
         settings=settings,
         form=form,
-        in_fp8=frozenset(_held_in_fp8(directory, storage, form)) if form else frozenset(),
+        as_stored=frozenset(_as_stored(directory, storage, form)),
         rest={name: tensor for name, tensor in stored.items() if storage.is_kept(name)},
     )
     # Last, because what has to be there depends on whether the head is tied.
@@ -427,60 +417,34 @@ def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callab
     return lambda name: holders[name].read()
 
 
-def parameters_in_fp8(base: BaseModel) -> Callable[[str], bool]:
-    """Return a function that tells by our name whether a parameter is stored in FP8.
-
-    Args:
-        base: in FP8. Its files decide; without weights its settings, of the layers that hold a
-            matrix.
-    """
-    if base.has_weights:
-        return base.in_fp8.__contains__
-    form, naming = base.form, base.naming
-    assert form is not None, "in FP8"
-
-    def by_settings(name: str) -> bool:
-        module, _, _ = naming.stored_in(name)[0].rpartition(".weight")
-        return not form.keeps(module or name)
-
-    return by_settings
-
-
-def weights_in_fp8(base: BaseModel, names: Collection[str]) -> Iterator[tuple[str, ScaledFloats]]:
-    """Yield parameters that are stored in FP8 as the files have them, by our names.
+def weights_as_stored(base: BaseModel, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield parameters in the form in which the files have them, by our names.
 
     Args:
         base: with weights.
-        names: of the parameters, all of them `in_fp8`.
+        names: of the parameters, all of them in `as_stored`.
     """
     if not names:
         return
     if (origin := base.source or base.ungrown) is not None:
-        yield from weights_in_fp8(origin, names)
+        yield from weights_as_stored(origin, names)
         return
-    assert base.directory is not None and base.form is not None, "it has files in FP8"
+    assert base.directory is not None, "it has files"
     storage = storage_of(base.architecture, base.layout)
-    held = _held_in_fp8(base.directory, storage, base.form)
+    read = _as_stored(base.directory, storage, base.form)
     for name in names:
-        floats, scales = held[name]
-        yield name, ScaledFloats(floats.read(), scales.read())
+        yield name, read[name]()
 
 
-def _held_in_fp8(
-    directory: Path, storage: WeightStorage, form: StoredForm
-) -> dict[str, tuple[HeldParameter, HeldParameter]]:
-    """Find the numbers and the scales of each parameter that is stored in FP8."""
-    if not form.is_fp8:
+def _as_stored(
+    directory: Path, storage: WeightStorage, form: StoredForm | None
+) -> Mapping[str, Callable[[], Any]]:
+    """Find what reads each parameter that can be held as the files have it."""
+    if form is None or not form.can_stay:
         return {}
     stored = stored_tensors(_weight_files(directory), lambda _: True)
-    floats, scales = map(storage.holders, scaled_floats(stored, form))
-    whole = storage.holders(unpacked(stored, form, dtype_before(form)))
-    # Experts may be partly in another form, and are one parameter.
-    return {
-        name: (holder, scales[name])
-        for name, holder in floats.items()
-        if holder.names == whole[name].names
-    }
+    found: Mapping[str, Callable[[], Any]] = form.weights.as_stored(stored, storage)
+    return found
 
 
 def vocabulary_parameters(base: BaseModel) -> tuple[str, ...]:
@@ -600,7 +564,7 @@ def _stored(
     files = _weight_files(directory)
     if form is None:
         return stored_tensors(files, storage.may_be_any)
-    tensors = unpacked(stored_tensors(files, lambda _: True), form, dtype_before(form))
+    tensors: dict[str, WeightTensor] = form.weights.unpacked(stored_tensors(files, lambda _: True))
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values() and not storage.may_be_any(name):
             raise UserError(

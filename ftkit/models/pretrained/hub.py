@@ -9,9 +9,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.checks import quantized_weights, stored_form
 from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
 from ftkit.models.pretrained.single_file import SingleFile, or_single_files, single_file
+from ftkit.models.pretrained.stored_forms import quantized_weights, stored_form
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.options import DownloadOptions
 from ftkit.utils import embedded

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.rule import Rule
 from rich.text import Text
 
-from ftkit.models.architectures.checks import published_text
+from ftkit.models.pretrained.stored_forms import published_text
 from ftkit.recipe.peft_types import method_text
 from ftkit.redaction import shown
 from ftkit.runs.report import numbers

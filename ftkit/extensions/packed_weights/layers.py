@@ -3,55 +3,82 @@
 They are frozen, and unpacked for each use to the numbers that are read where they are not kept.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.checks import StoredForm
-from ftkit.models.bodies.body import Body
-from ftkit.models.bodies.experts import PackedMatrices, hold_packed, packed_in
-from ftkit.models.pretrained.base_model import BaseModel, parameters_in_fp8
-from ftkit.models.pretrained.packed_weights import (
+from ftkit.extensions.packed_weights.reading import (
     E2M1,
     ScaledFloats,
     dtype_before,
     e2m1,
+    scaled_floats,
     scales_in_row,
     times_scales,
+    unpacked,
 )
+from ftkit.extensions.packed_weights.stored_forms import PackedForm
+from ftkit.models.bodies.body import Body
+from ftkit.models.bodies.experts import PackedMatrices, hold_packed
+from ftkit.models.kept_weights import StoredWeights, cannot_stay
+from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.models.pretrained.weight_files import HeldParameter, WeightStorage, WeightTensor
 from ftkit.models.unpacking import UnpackedPerUse
 
 MXFP4_BLOCK = 32
 """Weights that share a scale in MXFP4."""
 
 
-def keep_stored(body: Body, base: BaseModel, compute_dtype: torch.dtype) -> None:
-    """Let a body hold weights of its blocks as the files do; no memory is taken.
+class PackedWeights(StoredWeights):
+    """Weights in one of the forms that `reading` unpacks; they can stay in FP8 and MXFP4."""
 
-    Args:
-        body: on the meta device, before its layers are adapted.
-        base: the model whose files these are.
-        compute_dtype: of the arithmetic.
+    def __init__(self, form: PackedForm) -> None:
+        self._form = form
 
-    Raises:
-        UserError: they have no form that can be kept.
-    """
-    form = base.form
-    if form is None or not form.can_stay:
-        raise _cannot_stay(base, "plain numbers" if form is None else form.title)
-    if form.method == "mxfp4":
-        for experts in body.fused_experts():
-            for name in experts.matrices:
-                shape = experts.module.get_parameter(name).shape
-                matrices = Mxfp4Matrices(
-                    shape, transposed=experts.transposed, compute_dtype=compute_dtype
-                )
-                hold_packed(experts.module, name, matrices)
-        return
-    in_fp8, found = parameters_in_fp8(base), False
+    def unpacked(self, stored: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
+        return unpacked(stored, self._form, dtype_before(self._form))
+
+    def as_stored(
+        self, stored: Mapping[str, WeightTensor], storage: WeightStorage
+    ) -> dict[str, Callable[[], ScaledFloats]]:
+        if not self._form.is_fp8:
+            return {}
+        floats, scales = map(storage.holders, scaled_floats(stored, self._form))
+        whole = storage.holders(self.unpacked(stored))
+        # Experts may be partly in another form, and are one parameter.
+        return {
+            name: partial(_read_both, holder, scales[name])
+            for name, holder in floats.items()
+            if holder.names == whole[name].names
+        }
+
+    def keep(self, body: Body, base: BaseModel, compute_dtype: torch.dtype) -> None:
+        if self._form.is_fp8:
+            _keep_fp8(self._form, body, base, compute_dtype)
+        else:
+            _keep_mxfp4(body, compute_dtype)
+
+
+def _read_both(floats: HeldParameter, scales: HeldParameter) -> ScaledFloats:
+    return ScaledFloats(floats.read(), scales.read())
+
+
+def _keep_mxfp4(body: Body, compute_dtype: torch.dtype) -> None:
+    for experts in body.fused_experts():
+        for name in experts.matrices:
+            shape = experts.module.get_parameter(name).shape
+            matrices = Mxfp4Matrices(
+                shape, transposed=experts.transposed, compute_dtype=compute_dtype
+            )
+            hold_packed(experts.module, name, matrices)
+
+
+def _keep_fp8(form: PackedForm, body: Body, base: BaseModel, compute_dtype: torch.dtype) -> None:
+    in_fp8, found = _is_in_fp8(form, base), False
     names = {module: name for name, module in body.named_modules()}
     for name, layer in list(body.blocks.named_modules()):
         # Exactly nn.Linear: subclasses compute something else, too.
@@ -64,36 +91,37 @@ def keep_stored(body: Body, base: BaseModel, compute_dtype: torch.dtype) -> None
         if not all(in_fp8(f"{names[experts.module]}.{name}") for name in experts.matrices):
             continue
         if experts.transposed:
-            raise _cannot_stay(base, "experts whose scales lie along the rows of transformers")
+            raise cannot_stay(base, "experts whose scales lie along the rows of transformers")
         for name in experts.matrices:
             shape = experts.module.get_parameter(name).shape
             hold_packed(experts.module, name, Fp8Matrices(shape, form, compute_dtype))
         found = True
     if not found:
-        raise _cannot_stay(base, "plain numbers in its blocks")
+        raise cannot_stay(base, "plain numbers in its blocks")
 
 
-def _cannot_stay(base: BaseModel, form: str) -> UserError:
-    return UserError(
-        "quantize is stored, which keeps weights in the FP8 or MXFP4 of their files, but "
-        f"{base.name} has {form}. Try --quantize bnb.nf4-dq."
-    )
+def _is_in_fp8(form: PackedForm, base: BaseModel) -> Callable[[str], bool]:
+    """Return a function that tells by our name whether a parameter is stored in FP8.
 
+    Its files decide; without weights its settings, of the layers that hold a matrix.
+    """
+    if base.has_weights:
+        return base.as_stored.__contains__
+    naming = base.naming
 
-def held_in_fp8(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the parameters that a model holds in FP8."""
-    for name, module in model.named_modules():
-        if isinstance(module, Fp8):
-            yield f"{name}.weight"
-        for kind, matrices in packed_in(module).items():
-            if isinstance(matrices, Fp8Matrices):
-                yield f"{name}.{kind}"
+    def by_settings(name: str) -> bool:
+        module, _, _ = naming.stored_in(name)[0].rpartition(".weight")
+        return not form.keeps(module or name)
+
+    return by_settings
 
 
 class Fp8(UnpackedPerUse):
     """A linear layer of 8-bit floats, with a scale for each block of columns in each row."""
 
-    def __init__(self, layer: nn.Linear, form: StoredForm, compute_dtype: torch.dtype) -> None:
+    takes_stored = True
+
+    def __init__(self, layer: nn.Linear, form: PackedForm, compute_dtype: torch.dtype) -> None:
         """Make the layer on the meta device.
 
         Args:
@@ -104,8 +132,6 @@ class Fp8(UnpackedPerUse):
         has_bias = layer.bias is not None
         super().__init__(layer.in_features, layer.out_features, bias=has_bias, device="meta")
         self.compute_dtype = compute_dtype
-        self.device_kind: str | None = None
-        """Kind of device that a fake weight stands for; None: it is real."""
         self._form, self._floats = form, torch.float8_e4m3fn
         self._scales: Tensor | None = None
         # Plain integers, which every strategy replicates, shards and gathers like any parameter.
@@ -131,7 +157,9 @@ class Fp8(UnpackedPerUse):
 class Fp8Matrices(PackedMatrices):
     """Matrices of experts in 8-bit floats, with a scale for each block of columns in each row."""
 
-    def __init__(self, shape: torch.Size, form: StoredForm, compute_dtype: torch.dtype) -> None:
+    takes_stored = True
+
+    def __init__(self, shape: torch.Size, form: PackedForm, compute_dtype: torch.dtype) -> None:
         """Describe the matrices; no memory is taken.
 
         Args:
@@ -174,7 +202,7 @@ def _held(allocated: Tensor | None, scales: Tensor) -> Tensor:
 
 
 def _unpacked(
-    floats: Tensor, scales: Tensor, form: StoredForm, dtype: torch.dtype, kind: str | None
+    floats: Tensor, scales: Tensor, form: PackedForm, dtype: torch.dtype, kind: str | None
 ) -> Tensor:
     # First as they are read where they are not kept: in the number format of the files.
     return times_scales(floats, scales, dtype_before(form), form, kind=kind).to(dtype)

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers_models import NEWEST, make_transformers_model
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.checks import stored_form
+from ftkit.extensions.packed_weights.reading import unpacked
 from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.packed_weights import unpacked
+from ftkit.models.pretrained.stored_forms import stored_form
 from ftkit.models.pretrained.weight_files import stored_tensors
 
 OUT, IN = 48, 64
@@ -224,7 +224,7 @@ def test_a_form_gives_the_numbers_that_it_stands_for(
         found, expected, rtol=1e-6 if found.dtype == torch.float32 else 0, atol=0
     )
     for constant in ("_PIECE", "_PIECE_ON_HOST"):
-        monkeypatch.setattr(f"ftkit.models.pretrained.packed_weights.{constant}", 3 * OUT)
+        monkeypatch.setattr(f"ftkit.extensions.packed_weights.reading.{constant}", 3 * OUT)
     torch.testing.assert_close(read(packed, tmp_path), found, rtol=0, atol=0)
 
 
@@ -247,7 +247,7 @@ def test_a_weight_that_a_library_wrote_is_what_the_library_reads(
     packed = Packed(CONFIGS[name], tensors, expected)
     assert torch.equal(read(packed, tmp_path, expected.dtype), expected)
     for constant in ("_PIECE", "_PIECE_ON_HOST"):
-        monkeypatch.setattr(f"ftkit.models.pretrained.packed_weights.{constant}", 3 * OUT)
+        monkeypatch.setattr(f"ftkit.extensions.packed_weights.reading.{constant}", 3 * OUT)
     assert torch.equal(read(packed, tmp_path, expected.dtype), expected)
 
 

@@ -23,7 +23,7 @@ from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.layers import unpacked_weight
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, open_base, read_blueprint, weights
-from ftkit.models.stored_weights import held_in_fp8
+from ftkit.models.unpacking import held_as_stored
 from ftkit.runs.report.metrics import read_metrics
 
 
@@ -81,7 +81,7 @@ def test_weights_in_fp8_are_held_as_the_files_have_them(
     base = open_base(str(packed))
     recipe = lora_recipe(base, quantize="stored")
     model, of_base = build(base, recipe), dict(weights(base))
-    held = list(held_in_fp8(model))
+    held = list(held_as_stored(model))
     # Each of them, and no other; those of experts are one parameter.
     stored = load_file(packed / "model.safetensors")
     files = {name: t for name, t in stored.items() if t.dtype == torch.float8_e4m3fn}
@@ -97,7 +97,7 @@ def test_weights_in_fp8_are_held_as_the_files_have_them(
         assert weight.equal(of_base[our_name(name)].float())
     # The settings alone say which they are: for a plan, nothing else is there.
     described = outline(read_blueprint(str(packed)), recipe, torch.float32)
-    assert list(held_in_fp8(described)) == held
+    assert list(held_as_stored(described)) == held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -245,6 +245,6 @@ def test_weights_that_are_not_in_fp8_as_their_settings_say_are_plain(tmp_path: P
     save_file(tensors | {changed: meant[changed]}, file, {"format": "pt"})
     base = open_base(str(packed))
     model = build(base, lora_recipe(base, quantize="stored"))
-    assert len(list(held_in_fp8(model))) == 13
+    assert len(list(held_as_stored(model))) == 13
     other = open_base(str(plain))
     assert torch.equal(logits(model), logits(build(other, lora_recipe(other))))

@@ -7,16 +7,14 @@ published layout and gives the numbers that the library of that layout computes 
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.checks import StoredForm
+from ftkit.extensions.packed_weights.stored_forms import PackedForm
 from ftkit.models.pretrained.weight_files import WeightTensor
 from ftkit.utils.accelerators.kinds import HOST_KIND
 
@@ -48,8 +46,8 @@ class _Layout:
     """End of the tensor that holds its numbers, in place of `plain`."""
     needed: tuple[str, ...]
     """Ends of the tensors that must lie beside it."""
-    shape: Callable[[Parts, StoredForm], torch.Size]
-    read: Callable[[Parts, torch.dtype, StoredForm], Tensor]
+    shape: Callable[[Parts, PackedForm], torch.Size]
+    read: Callable[[Parts, torch.dtype, PackedForm], Tensor]
     plain: str = ""
     """End of the weight's own name."""
     dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8, torch.int32, *_FP8)
@@ -70,7 +68,7 @@ class _Layout:
 
 
 def unpacked(
-    stored: Mapping[str, WeightTensor], form: StoredForm, dtype: torch.dtype
+    stored: Mapping[str, WeightTensor], form: PackedForm, dtype: torch.dtype
 ) -> dict[str, WeightTensor]:
     """Return stored tensors with one plain tensor in place of those of each packed weight.
 
@@ -99,7 +97,7 @@ def unpacked(
     return rest | plain
 
 
-def dtype_before(form: StoredForm) -> torch.dtype:
+def dtype_before(form: PackedForm) -> torch.dtype:
     """Return the number format of the weights before they were stored."""
     found = getattr(torch, form.dtype, None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16
@@ -120,7 +118,7 @@ class ScaledFloats:
 
 
 def scaled_floats(
-    stored: Mapping[str, WeightTensor], form: StoredForm
+    stored: Mapping[str, WeightTensor], form: PackedForm
 ) -> tuple[dict[str, WeightTensor], dict[str, WeightTensor]]:
     """Return the FP8 weights among stored tensors, and their scales for each row, by name.
 
@@ -146,7 +144,7 @@ def scaled_floats(
     return floats, scales
 
 
-def _layouts(form: StoredForm) -> Iterator[_Layout]:
+def _layouts(form: PackedForm) -> Iterator[_Layout]:
     if form.method in ("gptq", "awq"):
         yield _GPTQ if form.method == "gptq" else _AWQ
     elif form.method == "bitsandbytes":
@@ -194,7 +192,7 @@ def _scaled(
 
 
 def _read_scaled(
-    packed: str, scale: str, zero: str | None, parts: Parts, dtype: torch.dtype, form: StoredForm
+    packed: str, scale: str, zero: str | None, parts: Parts, dtype: torch.dtype, form: PackedForm
 ) -> Tensor:
     numbers = parts[packed].read()
     scales = _scales_of_rows(parts[scale], numbers.shape, form)
@@ -208,7 +206,7 @@ def times_scales(
     numbers: Tensor,
     scales: Tensor,
     dtype: torch.dtype,
-    form: StoredForm,
+    form: PackedForm,
     zeros: Tensor | None = None,
     *,
     kind: str | None = None,
@@ -267,12 +265,12 @@ _SIGN_AND_NUMBER = 0xBF80 - 2**16
 fraction. An int16."""
 
 
-def _scales_of_rows(part: WeightTensor, size: torch.Size, form: StoredForm) -> Tensor:
+def _scales_of_rows(part: WeightTensor, size: torch.Size, form: PackedForm) -> Tensor:
     """Read the scales of a weight: [..., out, blocks] float32, of each row."""
     return _of_rows(_floats(part.read()), size, form)
 
 
-def _of_rows(found: Tensor, size: torch.Size, form: StoredForm) -> Tensor:
+def _of_rows(found: Tensor, size: torch.Size, form: PackedForm) -> Tensor:
     """Repeat what belongs to blocks of rows for each row: [..., out, blocks] float32.
 
     Args:
@@ -288,7 +286,7 @@ def _of_rows(found: Tensor, size: torch.Size, form: StoredForm) -> Tensor:
     return found.repeat_interleave(rows, dim=-2)[..., : size[-2], :]
 
 
-def scales_in_row(columns: int, form: StoredForm) -> int:
+def scales_in_row(columns: int, form: PackedForm) -> int:
     """Number of scales that a row of an FP8 weight has, by the settings."""
     return -(-columns // form.block[1]) if form.block else 1
 
@@ -361,7 +359,7 @@ def e2m1(packed: Tensor) -> Tensor:
     return table[both.int()].flatten(-2)
 
 
-def _read_mxfp4(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+def _read_mxfp4(parts: Parts, dtype: torch.dtype, form: PackedForm) -> Tensor:
     """gpt-oss: [experts, out, groups, 16] bytes and an exponent of each group."""
     blocks, scales = parts["_blocks"].read(), parts["_scales"].read()
     size = torch.Size((*blocks.shape[:-2], blocks.size(-2) * blocks.size(-1) * 2))
@@ -378,7 +376,7 @@ def _read_mxfp4(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
     return unpacked_.transpose(-2, -1).contiguous()
 
 
-def _size_of_mxfp4(parts: Parts, form: StoredForm) -> torch.Size:
+def _size_of_mxfp4(parts: Parts, form: PackedForm) -> torch.Size:
     *outer, rows, groups, width = parts["_blocks"].shape
     return torch.Size((*outer, groups * width * 2, rows))
 
@@ -393,7 +391,7 @@ _MXFP4 = _Layout(
 
 
 def _read_nvfp4(
-    packed: str, whole: str, invert: bool, parts: Parts, dtype: torch.dtype, form: StoredForm
+    packed: str, whole: str, invert: bool, parts: Parts, dtype: torch.dtype, form: PackedForm
 ) -> Tensor:
     """Two numbers in a byte, an FP8 scale for 16 of them, and one scale of the whole."""
     numbers, scales = parts[packed].read(), parts["_scale"].read()
@@ -408,13 +406,13 @@ def _read_nvfp4(
     return _scaled(size, dtype, lambda piece: e2m1(numbers[piece]), factors)
 
 
-def _doubled(packed: str, parts: Parts, form: StoredForm) -> torch.Size:
+def _doubled(packed: str, parts: Parts, form: PackedForm) -> torch.Size:
     *rows, width = parts[packed].shape
     return torch.Size((*rows, 2 * width))
 
 
 def _read_mxfp4_rows(
-    packed: str, scale: str, parts: Parts, dtype: torch.dtype, form: StoredForm
+    packed: str, scale: str, parts: Parts, dtype: torch.dtype, form: PackedForm
 ) -> Tensor:
     """[out, in / 2] bytes and an exponent of each group of inputs."""
     numbers, exponents = parts[packed].read().view(torch.uint8), parts[scale].read()
@@ -476,7 +474,7 @@ def _integers(words: Tensor, bits: int, dim: int) -> Tensor:
     return each.flatten(dim, dim + 1)
 
 
-def _read_gptq(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+def _read_gptq(parts: Parts, dtype: torch.dtype, form: PackedForm) -> Tensor:
     """[in / 8, out] words; scales and zeros of groups of inputs, which g_idx may mix."""
     words, scales = parts[".qweight"].read(), parts[".scales"].read()
     zeros = _integers(parts[".qzeros"].read(), form.bits, -1)
@@ -498,7 +496,7 @@ def _read_gptq(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
     return result
 
 
-def _read_awq(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+def _read_awq(parts: Parts, dtype: torch.dtype, form: PackedForm) -> Tensor:
     """[in, out / 8] words in AWQ's order; scales and zeros of groups of inputs."""
     scales = parts[".scales"].read()
 
@@ -520,12 +518,12 @@ def _read_awq(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
     return result
 
 
-def _size_of_gptq(parts: Parts, form: StoredForm) -> torch.Size:
+def _size_of_gptq(parts: Parts, form: PackedForm) -> torch.Size:
     rows, width = parts[".qweight"].shape
     return torch.Size((width, rows * 32 // form.bits))
 
 
-def _size_of_awq(parts: Parts, form: StoredForm) -> torch.Size:
+def _size_of_awq(parts: Parts, form: PackedForm) -> torch.Size:
     rows, width = parts[".qweight"].shape
     return torch.Size((width * 8, rows))
 
@@ -549,7 +547,7 @@ _AWQ = _Layout(
 )
 
 
-def _read_integers(parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+def _read_integers(parts: Parts, dtype: torch.dtype, form: PackedForm) -> Tensor:
     """[out, in / 8] words of numbers around the middle; scales and zeros of groups of inputs."""
     words, scales = parts["_packed"].read(), parts["_scale"].read()
     rows, columns = size = _size_of_integers(parts, form)
@@ -586,7 +584,7 @@ def _bits_of(words: Tensor, columns: int) -> int:
     )
 
 
-def _size_of_integers(parts: Parts, form: StoredForm) -> torch.Size:
+def _size_of_integers(parts: Parts, form: PackedForm) -> torch.Size:
     return torch.Size(parts["_shape"].read().tolist())
 
 
@@ -603,28 +601,10 @@ _PACKED_INTEGERS = _Layout(
 # --- bitsandbytes --------------------------------------------------------------------------------
 
 
-def unpacked_4bit(packed: Tensor, state: Any) -> Tensor:
-    """Unpack weights that bitsandbytes has packed in 4 bits.
-
-    Args:
-        packed: [bytes, 1].
-        state: bitsandbytes' QuantState, with the shape of the result.
-    """
-    from bitsandbytes.functional import dequantize_4bit
-
-    shape, block = state.shape, state.blocksize
-    if shape[-1] % block:
-        # On CPUs with AVX512, bitsandbytes 0.50 takes the scales of other blocks where a row ends
-        # within a block. So each block is a row or, if the last one is shorter, all are one.
-        numbers = shape.numel()
-        state = copy(state)
-        state.shape = torch.Size((1, numbers) if numbers % block else (numbers // block, block))
-    weight: Tensor = dequantize_4bit(packed, state)
-    return weight.view(shape)
-
-
-def _read_bnb(kind: str, parts: Parts, dtype: torch.dtype, form: StoredForm) -> Tensor:
+def _read_bnb(kind: str, parts: Parts, dtype: torch.dtype, form: PackedForm) -> Tensor:
     from bitsandbytes.functional import QuantState
+
+    from ftkit.models.quantization import unpacked_4bit
 
     facts = {end.rpartition(".weight.")[2]: part.read() for end, part in parts.items()}
     packed = facts.pop(".weight")
@@ -632,7 +612,7 @@ def _read_bnb(kind: str, parts: Parts, dtype: torch.dtype, form: StoredForm) -> 
     return unpacked_4bit(packed, state).to(dtype)
 
 
-def _size_of_bnb(kind: str, parts: Parts, form: StoredForm) -> torch.Size:
+def _size_of_bnb(kind: str, parts: Parts, form: PackedForm) -> torch.Size:
     facts = json.loads(bytes(parts[_state(kind)].read().tolist()))
     return torch.Size(facts["shape"])
 
