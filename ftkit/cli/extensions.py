@@ -10,6 +10,7 @@ from typing import Any
 from ftkit.cli.commands import COMMANDS
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.evaluation.task_programs import TASK_PROGRAMS
+from ftkit.models.chat_templates.prompt_styles import STYLES as PROMPT_STYLES
 from ftkit.models.pretrained.single_file import FILE_FORMATS
 from ftkit.models.pretrained.stored_forms import STORED_FORMS
 from ftkit.python_names import PYTHON_NAMES
@@ -38,6 +39,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     LAUNCHERS,
     LOGGERS,
     OBJECTIVES,
+    PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,
     STORED_FORMS,

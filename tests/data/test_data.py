@@ -23,7 +23,7 @@ from ftkit.data.samples.sample_set import Sample, SampleSet
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
@@ -555,7 +555,7 @@ class TestModulesOfLitgpt:
         split = table.train_test_split(test_size=0.5, seed=42)
         questions = [question.instruction for question in loaded.questions]
         assert questions == list(split["test"]["instruction"])
-        assert loaded.prompt_source.part.rules.prompt_style == STYLES["alpaca"]
+        assert loaded.prompt_source.part.rules.prompt_style == resolve_prompt_style("alpaca")
 
     def test_conversations_come_through_datasets(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -576,7 +576,7 @@ class TestModulesOfLitgpt:
             write_json(file, {"inputs": "Is it?", "targets": "It is.", "task": "cola"})
         loaded = self.load("FLAN", tokenizer, subsets="cola_10templates")
         assert val_records(loaded) == [{"instruction": "Is it?", "output": "It is."}]
-        assert loaded.prompt_source.part.rules.prompt_style == STYLES["flan"]
+        assert loaded.prompt_source.part.rules.prompt_style == resolve_prompt_style("flan")
         for split in ("train", "val"):
             file = Path(f"data/longform/{split}.json")
             write_json(file, [{"input": "Write.", "output": "Written.", "source": "-"}])

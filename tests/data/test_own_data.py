@@ -17,7 +17,7 @@ from ftkit.data.records.shapes import RecordReader
 from ftkit.data.sources import data_source
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.recipe import Component
@@ -97,7 +97,7 @@ def test_what_is_trained_follows_from_the_shape_and_the_options(
     found = part(path=write("a.jsonl", ROWS[shape]), **options)
     rules = found.rules
     assert (found.shape, rules.chat_template, rules.train_on, rules.overlong) == expected
-    assert (rules.prompt_style == STYLES["alpaca"]) == (found.shape == "instruction")
+    assert (rules.prompt_style == resolve_prompt_style("alpaca")) == (found.shape == "instruction")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_history_in_a_prompt_style_is_a_conversation() -> None:
         None,
         "all",
     )
-    assert found.rules.prompt_style == STYLES["alpaca"]
+    assert found.rules.prompt_style == resolve_prompt_style("alpaca")
     assert [message["content"] for message in found.train[0]["messages"]] == list("dqrab")
     assert found.train[0]["messages"][3]["input"] == "c"
 
@@ -481,7 +481,7 @@ def test_options_for_all_sources_hold_unless_a_source_sets_its_own() -> None:
     found = parts(sources=sources, mask_prompt=True, prompt_style="phi-2")
     assert [one.rules.train_on for one in found] == ["last", "all", "assistant"]
     styles = [one.rules.prompt_style for one in found]
-    assert styles == [STYLES["phi-2"], STYLES["phi-2"], None]
+    assert styles == [resolve_prompt_style("phi-2"), resolve_prompt_style("phi-2"), None]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from command import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ftkit.models.chat_templates.prompt_styles import STYLES
+from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.utils import embedded
 
@@ -120,7 +120,7 @@ def test_transformers_and_litgpt_read_the_same_token_ids() -> None:
     ours, theirs = Tokenizer(MODEL), AutoTokenizer.from_pretrained(MODEL)
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     for record in read_records("val")[:50]:
-        prompt = STYLES["alpaca"].apply(record["instruction"], **record)
+        prompt = resolve_prompt_style("alpaca").apply(record["instruction"], **record)
         ids = ours.encode(prompt).tolist()
         assert ids == theirs(prompt)["input_ids"]
         assert theirs.decode(ids, skip_special_tokens=True) == prompt

@@ -113,6 +113,7 @@ NO_MODULES = {
         "ftkit.implementations",
         "ftkit.launchers",
         "ftkit.loggers",
+        "ftkit.prompt_styles",
         "ftkit.recipe_readers",
         "ftkit.stored_forms",
         "ftkit.task_programs",

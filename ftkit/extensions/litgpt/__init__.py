@@ -1,4 +1,4 @@
-"""Models computed by LitGPT's code, and directories in its layout."""
+"""Models computed by LitGPT's code, directories in its layout, prompt styles."""
 
 LIBRARIES = {"litgpt": "pip install --no-deps litgpt"}
 MOVED = {

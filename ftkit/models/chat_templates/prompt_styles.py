@@ -5,18 +5,17 @@ so that its recipes train on the same tokens; the formats are those of the model
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from string import Formatter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import yaml
 
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
+from ftkit.utils.registry import Registry
 
 if TYPE_CHECKING:
     from ftkit.models.chat_templates.template import ChatTemplate
@@ -31,8 +30,12 @@ _BY_INPUT = ("with_input", "without_input")
 class PromptStyle:
     """The texts around a system prompt, an instruction and its input."""
 
+    name: str
+    """In recipes; its class where LitGPT has no other."""
     class_name: str
     """Name of the class in `litgpt.prompts`, as recipes and prompt_style.yaml have it."""
+    models: str = ""
+    """Pattern in the names of the models that it belongs to; the first match counts."""
     start: str = ""
     """Before the system prompt."""
     before_system: str = ""
@@ -145,308 +148,35 @@ def _parts_of(given: str) -> list[tuple[str, str | None]]:
 
 AnyStyle = PromptStyle | TextPrompt
 
-_TASK = "Below is an instruction that describes a task"
-_WITH_CONTEXT = f"{_TASK}, paired with an input that provides further context. "
-_RESPOND = "Write a response that appropriately completes the request.\n\n"
-_HELPFUL = "You are a helpful assistant."
-_INSTRUCTION, _RESPONSE = "### Instruction:\n", "\n\n### Response:\n"
-_FUNCTION = {
-    "function": "search_bing",
-    "description": "Search the web for content on Bing. This allows users to search online/the "
-    "internet/the web for content.",
-    "arguments": [{"name": "query", "type": "string", "description": "The search query string"}],
-}
-"""The example of a function in the style for calling functions, whose braces are doubled there."""
-
-
-def _chatml(class_name: str, system: str = "") -> PromptStyle:
-    return PromptStyle(
-        class_name=class_name,
-        before_system="<|im_start|>system\n",
-        after_system="<|im_end|>\n",
-        system=system,
-        before="<|im_start|>user\n",
-        after="<|im_end|>\n<|im_start|>assistant\n",
-    )
-
-
-DEFAULT = PromptStyle(class_name="Default", has_system=False)
+TASK = "Below is an instruction that describes a task"
+WITH_CONTEXT = f"{TASK}, paired with an input that provides further context. "
+RESPOND = "Write a response that appropriately completes the request.\n\n"
+INSTRUCTION, RESPONSE = "### Instruction:\n", "\n\n### Response:\n"
+"""Texts of Alpaca, which other styles have too."""
+DEFAULT = PromptStyle(name="Default", class_name="Default", has_system=False)
 """The instruction alone."""
-_CHATML = _chatml("ChatML")
-_UNNAMED = (
-    DEFAULT,
-    _CHATML,
-    PromptStyle(
-        class_name="Falcon3",
-        has_system=False,
-        stops=("<|endoftext|>",),
-        before="<|user|>\n",
-        after="<|endoftext|>\n<|assistant|>\n",
-    ),
-    PromptStyle(
-        class_name="R1Base",
-        before="<｜User｜>",
-        after="<｜Assistant｜>",
-        stops=("<｜end▁of▁sentence｜>",),
-    ),
-)
-"""Styles that recipes name by their class alone."""
-STYLES: Mapping[str, PromptStyle] = MappingProxyType(
-    {
-        "alpaca": PromptStyle(
+STYLES = Registry(
+    "prompt_styles",
+    (PromptStyle,),
+    core=(
+        DEFAULT,
+        PromptStyle(
+            name="alpaca",
             class_name="Alpaca",
-            system=f"{_TASK}. {_RESPOND}",
-            system_with_input=f"{_WITH_CONTEXT}{_RESPOND}",
-            before=_INSTRUCTION,
+            system=f"{TASK}. {RESPOND}",
+            system_with_input=f"{WITH_CONTEXT}{RESPOND}",
+            before=INSTRUCTION,
             before_input="\n\n### Input:\n",
-            after=_RESPONSE,
+            after=RESPONSE,
         ),
-        "flan": PromptStyle(
-            class_name="FLAN",
-            system=f"{_TASK}. {_RESPOND}",
-            before=_INSTRUCTION,
-            after=_RESPONSE,
-        ),
-        "longform": PromptStyle(
-            class_name="Longform",
-            system=f"{_WITH_CONTEXT}{_RESPOND}",
-            before=_INSTRUCTION,
-            after=_RESPONSE,
-        ),
-        "stablelm-alpha": PromptStyle(
-            class_name="StableLMAlpha",
-            before_system="<|SYSTEM|>",
-            system="# StableLM Tuned (Alpha version)\n"
-            "- StableLM is a helpful and harmless open-source AI language model developed by "
-            "StabilityAI.\n"
-            "- StableLM is excited to be able to help the user, but will refuse to do anything "
-            "that could be considered harmful to the user.\n"
-            "- StableLM is more than just an information source, StableLM is also able to write "
-            "poetry, short stories, and make jokes.\n"
-            "- StableLM will refuse to participate in anything that could harm a human.",
-            before="<|USER|>",
-            after="<|ASSISTANT|>",
-            stops=("<|SYSTEM|>", "<|ASSISTANT|>", "<|USER|>"),
-        ),
-        "stablelm-zephyr": PromptStyle(
-            class_name="StableLMZephyr",
-            has_system=False,
-            before="<|user|>\n",
-            after="<|endoftext|>\n<|assistant|>\n",
-        ),
-        "falcon": PromptStyle(class_name="Falcon", has_system=False, after="\nAnswer:"),
-        "llama2-function-calling": PromptStyle(
-            class_name="Llama2FunctionCalling",
-            start="<FUNCTIONS>"
-            + json.dumps(_FUNCTION).replace("{", "{{").replace("}", "}}")
-            + "</FUNCTIONS>\n\n[INST]",
-            before_system="<<SYS>>\n",
-            after_system="\n<</SYS>>\n\n",
-            system="You are a helpful, respectful and honest assistant. Always answer as helpfully "
-            # The missing space is LitGPT's.
-            "aspossible. Your only response should be JSON formatted functions",
-            strips_system=True,
-            after="[/INST]\n\n",
-        ),
-        "llama2": PromptStyle(
-            class_name="Llama2",
-            start="[INST] ",
-            before_system="<<SYS>>\n",
-            after_system="\n<</SYS>>\n\n",
-            system="You are a helpful, respectful and honest assistant. Always answer as helpfully "
-            "as possible, while being safe.  Your answers should not include any harmful, "
-            "unethical, racist, sexist, toxic, dangerous, or illegal content. Please ensure that "
-            "your responses are socially unbiased and positive in nature.\n\nIf a question does "
-            "not make any sense, or is not factually coherent, explain why instead of answering "
-            "something not correct. If you don't know the answer to a question, please don't share "
-            "false information.",
-            before=" ",
-            after=" [/INST] ",
-        ),
-        "freewilly2": PromptStyle(
-            class_name="FreeWilly2",
-            before_system="### System:\n",
-            after_system="\n\n",
-            system="This is a system prompt, please behave and help the user.",
-            before="### User:\n",
-            after="\n\n### Assistant:\n",
-        ),
-        "platypus": PromptStyle(
-            class_name="Platypus",
-            has_system=False,
-            before="### Instruction:\n\n",
-            after=_RESPONSE,
-        ),
-        "stablecode": PromptStyle(
-            class_name="StableCode",
-            has_system=False,
-            before="###Instruction\n",
-            after="###Response\n",
-        ),
-        "codellama": PromptStyle(
-            class_name="CodeLlama",
-            start="[INST] ",
-            before_system="<<SYS>>\n",
-            after_system="\n<</SYS>>\n\n",
-            after=" [/INST]",
-        ),
-        "phi-1": PromptStyle(class_name="Phi1", has_system=False, after="\n\nAnswer:"),
-        "phi-2": PromptStyle(
-            class_name="Phi2", has_system=False, before="Instruct: ", after="\nOutput:"
-        ),
-        "phi-3": PromptStyle(
-            class_name="Phi3",
-            before_system="<|system|>\n",
-            after_system="<|end|>\n",
-            system=_HELPFUL,
-            before="<|user|>\n",
-            after="<|end|>\n<|assistant|>\n",
-        ),
-        "phi-4": PromptStyle(
-            class_name="Phi4",
-            before_system="<|im_start|>system<|im_sep|>",
-            after_system="<|im_end|>",
-            before="<|im_start|>user<|im_sep|>",
-            after="<|im_end|><|im_start|>assistant<|im_sep|>",
-        ),
-        "phi-4-reasoning": PromptStyle(
-            class_name="Phi4Reasoning",
-            before_system="<|im_start>system<|im_sep|>",  # without the second bar, as LitGPT has it
-            after_system="<|im_end|>",
-            system="You are Phi, a language model trained by Microsoft to help users. Your role as "
-            "an assistant involves thoroughly exploring questions through a systematic thinking "
-            "process before providing the final precise and accurate solutions. This requires "
-            "engaging in a comprehensive cycle of analysis, summarizing, exploration, "
-            "reassessment, reflection, backtracing, and iteration to develop well-considered "
-            "thinking process. Please structure your response into two main sections: Thought and "
-            "Solution using the specified format: <think> {Thought section} </think> {Solution "
-            "section}. In the Thought section, detail your reasoning process in steps. Each step "
-            "should include detailed considerations such as analysing questions, summarizing "
-            "relevant findings, brainstorming new ideas, verifying the accuracy of the current "
-            "steps, refining any errors, and revisiting previous steps. In the Solution section, "
-            "based on various attempts, explorations, and reflections from the Thought section, "
-            "systematically present the final solution that you deem correct. The Solution section "
-            "should be logical, accurate, and concise and detail necessary steps needed to reach "
-            "the conclusion. Now, try to solve the following question through the above "
-            "guidelines:",
-            before="<|im_start|>user<|im_sep|>",
-            after="<|im_end|><|im_start|>assistant<|im_sep|>",
-        ),
-        "phi-4-mini": PromptStyle(
-            class_name="Phi4Mini",
-            before_system="<|system|>",
-            after_system="<|end|>",
-            before="<|user|>",
-            after="<|end|><|assistant|>",
-        ),
-        "phi-4-mini-reasoning": PromptStyle(
-            class_name="Phi4MiniReasoning",
-            before_system="<|system|>",
-            after_system="<|end|>",
-            system="Your name is Phi, an AI math expert developed by Microsoft.",
-            before="<|user|>",
-            after="<|end|><|assistant|>",
-        ),
-        "tinyllama": PromptStyle(
-            class_name="TinyLlama",
-            before_system="<|system|>\n",
-            after_system="</s>\n",
-            system="You are a friendly chatbot who always gives helpful, detailed, and polite "
-            "answers.",
-            before="<|user|>\n",
-            after="</s>\n<|assistant|>\n",
-        ),
-        "gemma": PromptStyle(
-            class_name="Gemma",
-            has_system=False,
-            before="<start_of_turn>user\n",
-            after="<end_of_turn>\n<start_of_turn>model\n",
-        ),
-        "llama3": PromptStyle(
-            class_name="Llama3",
-            start="<|begin_of_text|>",
-            before_system="<|start_header_id|>system<|end_header_id|>\n\n",
-            after_system="<|eot_id|>",
-            system=_HELPFUL,
-            before="<|start_header_id|>user<|end_header_id|>\n\n",
-            after="<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-            before_later="<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n",
-            stops=("<|eot_id|>",),
-        ),
-        "olmo": PromptStyle(
-            class_name="OLMo",
-            has_system=False,
-            before="<|endoftext|><|user|>\n",
-            after="\n<|assistant|>\n",
-        ),
-        "qwen2.5": _chatml(
-            "Qwen2_5", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-        ),
-        "qwen2.5-math": _chatml(
-            "Qwen2_5_Math",
-            "Please reason step by step, and put your final answer within \\boxed{}.",
-        ),
-        "qwq": _chatml(
-            "QwQ",
-            "You are a helpful and harmless assistant. You are Qwen developed by Alibaba. You "
-            "should think step-by-step.",
-        ),
-        "qwen3": _chatml("Qwen3"),
-        "smollm2": _chatml(
-            "SmolLM2", "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        ),
-        "salamandra": _chatml(
-            "Salamandra",
-            "I am Salamandra, an AI language model developed at the Barcelona Supercomputing "
-            "Centre (BSC) by the Language Technologies Unit. My knowledge base was last updated on "
-            "August 2023. Today Date: 2024-09-30\n"
-            "Soy Salamandra, un modelo lingüístico de IA desarrollado en el Barcelona "
-            "Supercomputing Centre (BSC) por la Language Technologies Unit. Mi base de "
-            "conocimientos se actualizó por última vez en agosto de 2023.\n"
-            "Soc Salamandra, un model de llenguatge d'IA desenvolupat al Barcelona Supercomputing "
-            "Centre (BSC) per la Language Technologies Unit.",
-        ),
-    }
+    ),
 )
 """Styles by the names that recipes give them."""
-CLASSES: Mapping[str, PromptStyle] = MappingProxyType(
-    {style.class_name: style for style in (*STYLES.values(), *_UNNAMED)}
-)
-"""Styles by their classes in `litgpt.prompts`."""
 
-# The order is LitGPT's: Phi-4-mini also matches Phi-4-mini-reasoning, which stands before it.
-_OF_MODELS = (
-    (r"stablelm-tuned-alpha", "StableLMAlpha"),
-    (r"stablelm-zephyr-3b", "StableLMZephyr"),
-    (r"stablecode-instruct", "StableCode"),
-    (r"Falcon3.*-Instruct", "Falcon3"),
-    (r"falcon.*-instruct", "Falcon"),
-    (r"Llama-2-7b-chat-hf-function-calling-v2", "Llama2FunctionCalling"),
-    (r"Llama-2.*-chat", "Llama2"),
-    (r"Llama-3.*-Instruct", "Llama3"),
-    (r"OLMo-2.*-(Instruct|SFT|DPO)", "Llama3"),
-    (r"R1", "R1Base"),
-    (r"FreeWilly2", "FreeWilly2"),
-    (r"Platypus", "Platypus"),
-    (r"CodeLlama|Mi[sx]tral.*Instruct", "CodeLlama"),
-    (r"phi-1", "Phi1"),
-    (r"phi-2", "Phi2"),
-    (r"Phi-3", "Phi3"),
-    (r"Phi-4-reasoning", "Phi4Reasoning"),
-    (r"Phi-4-mini-reasoning", "Phi4MiniReasoning"),
-    (r"Phi-4-mini", "Phi4Mini"),
-    (r"phi-4", "Phi4"),
-    (r"tiny-llama.*chat", "TinyLlama"),
-    (r"(Code)?Gemma.*-it", "Gemma"),
-    (r"OLMo.*-hf", "OLMo"),
-    (r"Qwen2\.5-Math-", "Qwen2_5_Math"),
-    (r"Qwen2\.5-", "Qwen2_5"),
-    (r"QwQ-", "QwQ"),
-    (r"Qwen3-", "Qwen3"),
-    (r"SmolLM2.*-Instruct", "SmolLM2"),
-    (r"salamandra-.*-instruct", "Salamandra"),
-)
-"""Patterns in names of models, of which the first match counts, and the classes of their styles."""
+
+def style_of_class(name: str) -> PromptStyle | None:
+    """Return the style of a class in `litgpt.prompts`; None: there is none."""
+    return next((style for style in STYLES if style.class_name == name), None)
 
 
 def style_of_model(name: str) -> PromptStyle:
@@ -455,8 +185,13 @@ def style_of_model(name: str) -> PromptStyle:
     Args:
         name: as LitGPT has it, such as Llama-3.2-1B-Instruct.
     """
-    found = next((style for pattern, style in _OF_MODELS if re.search(pattern, name)), None)
-    return DEFAULT if found is None else CLASSES[found]
+    of_model = (one for one in STYLES if one.models and re.search(one.models, name))
+    return next(of_model, DEFAULT)
+
+
+def _names() -> list[str]:
+    """Names of styles in recipes, without those that are known by their class alone."""
+    return [style.name for style in STYLES if style.name != style.class_name]
 
 
 class SpecialTokens(Protocol):
@@ -615,8 +350,7 @@ def _name(style: AnyStyle) -> str:
     if isinstance(style, TextPrompt):
         bare = style.without_input
         return f"the prompt {style.text!r}" + (f", without an input {bare!r}" if bare else "")
-    names = {known.class_name: name for name, known in STYLES.items()}
-    return f"prompt style {names.get(style.class_name, style.class_name)}"
+    return f"prompt style {style.name}"
 
 
 PROMPT_STYLE = "prompt_style.yaml"
@@ -647,8 +381,8 @@ def resolve_prompt_style(value: object) -> AnyStyle:
     """
     if isinstance(value, PromptStyle | TextPrompt):
         return value
-    if isinstance(value, str) and value in STYLES:
-        return STYLES[value]
+    if isinstance(value, str) and value in _names() and (known := STYLES.get(value)):
+        return known
     # No name has a brace; a lone one is a mistake that TextPrompt explains.
     if isinstance(value, str) and ("{" in value or "}" in value):
         return TextPrompt(value)
@@ -664,21 +398,22 @@ def resolve_prompt_style(value: object) -> AnyStyle:
     # Neither a name nor a text: a class of LitGPT, alone or with init_args.
     class_path = value.get("class_path") if isinstance(value, Mapping) else value
     package, _, name = str(class_path).rpartition(".")
-    if package != _PACKAGE or name not in CLASSES:
-        names = {style.class_name: key for key, style in STYLES.items()}
+    style = style_of_class(name) if package == _PACKAGE else None
+    if style is None:
+        names = {style.class_name: style.name for style in STYLES}
         # Users may have meant a style by either name.
-        near = nearest(name, [*STYLES, *names]) or "alpaca"
+        near = nearest(name, [*_names(), *names]) or "alpaca"
         raise UserError(
-            f"data.prompt_style is {class_path}, but has to be one of {', '.join(STYLES)}, a class "
-            f"of {_PACKAGE}, or a text with {{instruction}} in it.\n"
+            f"data.prompt_style is {class_path}, but has to be one of {', '.join(_names())}, a "
+            f"class of {_PACKAGE}, or a text with {{instruction}} in it.\n"
             f"Try --data.prompt_style {names.get(near, near)}."
         )
     init_args = (value.get("init_args") or {}) if isinstance(value, Mapping) else {}
-    known = ("system_message",) if name == _WITH_MESSAGE else ()
-    if not isinstance(init_args, Mapping) or init_args.keys() - set(known):
+    arguments = ("system_message",) if name == _WITH_MESSAGE else ()
+    if not isinstance(init_args, Mapping) or init_args.keys() - set(arguments):
         raise UserError(
             f"data.prompt_style is {class_path} with {init_args}, but it has "
-            f"{', '.join(known) or 'no init_args'}.\nRemove the init_args it does not have."
+            f"{', '.join(arguments) or 'no init_args'}.\nRemove the init_args it does not have."
         )
     message = init_args.get("system_message")
     if message is not None and not isinstance(message, str):
@@ -686,4 +421,4 @@ def resolve_prompt_style(value: object) -> AnyStyle:
             f"data.prompt_style.init_args.system_message is {message!r}, but has to be a text.\n"
             "Put it into quotation marks."
         )
-    return dataclasses.replace(CLASSES[name], system=message) if message else CLASSES[name]
+    return dataclasses.replace(style, system=message) if message else style

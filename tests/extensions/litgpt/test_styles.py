@@ -8,15 +8,14 @@ import pytest
 from chats import write_chat_tokenizer
 
 from ftkit.errors import UserError
+from ftkit.models.chat_templates.prompt_styles import STYLES as KNOWN
 from ftkit.models.chat_templates.prompt_styles import (
-    CLASSES,
     TextPrompt,
     prompt_style_file,
     resolve_prompt_style,
     style_of_model,
     template_of_style,
 )
-from ftkit.models.chat_templates.prompt_styles import STYLES as NAMED
 from ftkit.models.chat_templates.template import TemplateRefusal
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.parsing import read_recipe
@@ -26,6 +25,8 @@ try:  # here, since libraries set variables of the environment, which tests must
 except ImportError:
     theirs = None
 
+CLASSES = {style.class_name: style for style in KNOWN}
+NAMED = {style.name: style for style in KNOWN if style.name != style.class_name}
 STYLES = {
     **NAMED,
     **{name: CLASSES[name] for name in ("Default", "R1Base", "Falcon3")},
