@@ -16,10 +16,10 @@ from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.errors import UserError
+from ftkit.recipe.adapter_types import PEFT_TYPES
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import BITSANDBYTES, TORCH, TORCHAO
 from ftkit.recipe.parsing import add_recipe_keys
-from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
 from ftkit.recipe.recipe_keys import (

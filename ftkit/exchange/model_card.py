@@ -19,8 +19,8 @@ from ftkit.models.pretrained.hub import (
     licence_files,
     split_version,
 )
+from ftkit.recipe.adapter_types import LORA, PEFT_TYPES
 from ftkit.recipe.objectives import gives_scores
-from ftkit.recipe.peft_types import LORA, PEFT_TYPES
 from ftkit.recipe.recipe import Component, Qat
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity

@@ -12,8 +12,8 @@ from ftkit.models.bodies.experts import packed_in
 from ftkit.models.dry_run import modules_passed_back
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.peft_layers import products
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
-from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.recipe import Recipe
 
 

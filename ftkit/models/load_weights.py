@@ -24,7 +24,7 @@ from ftkit.models.pretrained.packed_weights import ScaledFloats
 from ftkit.models.pretrained.random_weights import INITIAL_STD
 from ftkit.models.stored_weights import held_in_fp8
 from ftkit.models.unpacking import allocate_scales, packed
-from ftkit.recipe.peft_types import is_adapter
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.utils.progress import OnProgress
 
 

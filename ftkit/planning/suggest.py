@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ftkit.errors import UserError
 from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
+from ftkit.recipe.adapter_types import peft_type
 from ftkit.recipe.optimizers import BITSANDBYTES, strategies_of
 from ftkit.recipe.parsing import Override
-from ftkit.recipe.peft_types import peft_type
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.readers import Terms
 from ftkit.recipe.recipe import LoraRecipe

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.adapter_types import LORA, PEFT_TYPES
 from ftkit.recipe.lora_layers import NAMED_LAYERS
-from ftkit.recipe.peft_types import LORA, PEFT_TYPES
 from ftkit.recipe.recipe import LAYER_SWITCHES, Component, LoraRecipe, Recipe
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.json_values import from_json

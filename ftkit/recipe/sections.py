@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 
 from ftkit.errors import UserError
+from ftkit.recipe.adapter_types import check_peft
 from ftkit.recipe.facts import Facts
 from ftkit.recipe.objectives import model_beside, objective_rules
-from ftkit.recipe.peft_types import check_peft
 from ftkit.recipe.quantizations import unshardable
 from ftkit.recipe.recipe import Eval, LoraRecipe, Recipe
 from ftkit.utils.accelerators.kinds import HOST_KIND

@@ -10,9 +10,9 @@ from ftkit.cli.commands import FTKIT
 from ftkit.cli.help import usages, value_of
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.own_data import OwnDataOptions
+from ftkit.recipe.adapter_types import PEFT_TYPES
 from ftkit.recipe.changes import KIND_OF
 from ftkit.recipe.objectives import OBJECTIVES
-from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.recipe import FINETUNE, Lora, Recipe
 from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, field_type, placeholder_of
 from ftkit.recipe.strategy_rows import STRATEGIES

@@ -38,8 +38,8 @@ from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.hub import is_litgpt
 from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.adapter_types import LORA, is_adapter, peft_name
 from ftkit.recipe.objectives import Preference, objective_rules
-from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
 from ftkit.recipe.recipe import Component, Quantization
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text, number_text, percent_text

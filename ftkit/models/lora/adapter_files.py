@@ -40,6 +40,7 @@ from ftkit.models.lora.targets import (
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, storage_of, weights
 from ftkit.models.pretrained.save import save_beside
 from ftkit.models.pretrained.weight_files import load_pickled
+from ftkit.recipe.adapter_types import LORA, is_adapter, peft_name
 from ftkit.recipe.peft_adapter import (
     BASE_KEY,
     CONFIG,
@@ -54,7 +55,6 @@ from ftkit.recipe.peft_adapter import (
     read_notes,
     target_parameters,
 )
-from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
 from ftkit.recipe.recipe import RELATIVE_INITS, Lora
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import new_directory

@@ -29,7 +29,7 @@ from ftkit.models.lora.peft_layers import (
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.token_numbers import TokenDropout
-from ftkit.recipe.peft_types import LORA, peft_name
+from ftkit.recipe.adapter_types import LORA, peft_name
 from ftkit.recipe.recipe import RELATIVE_INITS, Lora, LoraInit
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.lora.targets import TRAINED, are_called, names_of, our_name
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.recipe.adapter_types import OftOptions, check_packed, peft_name, peft_options, peft_type
 from ftkit.recipe.peft_adapter import peft_arguments
-from ftkit.recipe.peft_types import OftOptions, check_packed, peft_name, peft_options, peft_type
 from ftkit.recipe.recipe import Lora, LoraRecipe
 from ftkit.utils.imports import hidden
 

@@ -18,8 +18,8 @@ from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.lora.peft_layers import projections
 from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.recipe.adapter_types import PEFT_TYPES
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.plan import make_plan
 
 TOLERANCE = 1e-5
