@@ -12,6 +12,7 @@ from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.evaluation.task_programs import TASK_PROGRAMS
 from ftkit.models.pretrained.single_file import FILE_FORMATS
 from ftkit.python_names import PYTHON_NAMES
+from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.options import ExtensionsOptions
@@ -29,6 +30,7 @@ from ftkit.utils.registry import (
 from ftkit.utils.urls import URL_KINDS
 
 _REGISTRIES: tuple[Registry[Any], ...] = (
+    ADAPTER_TYPES,
     COMMANDS,
     DATA_SOURCES,
     FILE_FORMATS,

@@ -16,7 +16,7 @@ from ftkit.models.lora.layers import (
     initial_adapter,
     lora_layers,
 )
-from ftkit.models.lora.peft_layers import fill_tables
+from ftkit.models.lora.peft_layers import layers_of
 from ftkit.models.lora.targets import our_name
 from ftkit.models.meta_device import allocate
 from ftkit.models.pretrained.base_model import BaseModel, weights, weights_in_fp8
@@ -117,7 +117,7 @@ def fill(
     # After the allocation, which leaves tables without values.
     model.body.build_rope_cache(device, rope_length)
     if model.lora is not None:
-        fill_tables(model, model.lora, device)
+        layers_of(model.lora).fill(model, device)
 
     def put(ours: str, value: Rows) -> None:
         sharding.put(model, names[ours], value)
