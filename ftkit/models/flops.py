@@ -171,12 +171,11 @@ def _matrix_flops(model: LanguageModel, end: str, per_weight: _PerWeight) -> flo
     total = 0.0
     expert_share = model.architecture.expert_share
     for name, part in model.get_submodule(end).named_modules(prefix=end):
+        # Whole words: every token passes the shared experts, which have other names.
+        share = expert_share if "experts" in name.split(".") else 1.0
         if isinstance(part, nn.Linear):
-            # Whole words: every token passes the shared experts, which have other names.
-            share = expert_share if "experts" in name.split(".") else 1.0
             total += _weights_in(part) * share * per_weight(name, part.weight)
         elif model.lora is not None and hasattr(part, "adapter_layer_names"):
-            share = expert_share if "experts" in name.split(".") else 1.0
             for kind, factor, numbers in layers_of(model.lora).products(part):
                 total += numbers * share * per_weight(f"{name}.{kind}", factor)
         else:  # the matrices of experts are stacked

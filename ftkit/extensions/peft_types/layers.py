@@ -7,7 +7,6 @@ https://arxiv.org/abs/2205.05638.
 """
 
 import dataclasses
-import importlib
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,10 +39,6 @@ _CPU = torch.device("cpu")
 class TypeOfPeft(PeftLayers):
     """A type whose layers PEFT computes as they are."""
 
-    config: ClassVar[str]
-    """PEFT's class of its settings, in the package of its name in `peft.tuners`."""
-    model: ClassVar[str]
-    """PEFT's class that adds its layers to a model."""
     constants: ClassVar[Mapping[str, float]] = {}
     """First values of parameters that are not drawn at random, by a part of their names."""
 
@@ -68,42 +63,28 @@ class TypeOfPeft(PeftLayers):
         self.inject(model, targets, self.scaled_inputs(linear, base))
 
     def scaled_inputs(self, linear: Mapping[str, nn.Module], base: BaseModel) -> list[str]:
-        """Return the layers whose inputs are scaled, and not their outputs.
-
-        Args:
-            linear: layers that are adapted, by their full names.
-            base: gives Hugging Face's names of the layers.
-
-        Raises:
-            UserError: an option does not fit a layer.
-        """
+        """Return which of the adapted layers have their inputs scaled, and not their outputs."""
         return []
 
     def inject(self, model: nn.Module, targets: Sequence[str], scaled: Sequence[str]) -> None:
         """Replace the target modules by PEFT's layers."""
-        package = importlib.import_module(f"peft.tuners.{peft_name(self.lora)}")
+        from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+        settings = self.settings(targets, scaled)
+        add_layers: Any = PEFT_TYPE_TO_TUNER_MAPPING[settings.peft_type]
         with without_bitsandbytes():
-            getattr(package, self.model)(
-                model,
-                self.settings(targets, scaled),
-                adapter_name=TRAINED,
-                low_cpu_mem_usage=True,
-            )
+            add_layers(model, settings, adapter_name=TRAINED, low_cpu_mem_usage=True)
 
     def settings(self, targets: Collection[str], scaled: Collection[str]) -> Any:
-        """Return PEFT's configuration.
+        """Return PEFT's configuration for layers, with those whose inputs are scaled."""
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+        from peft.utils.peft_types import PeftType
 
-        Args:
-            targets: names of the adapted layers.
-            scaled: those whose inputs are scaled.
-        """
-        package = importlib.import_module(f"peft.tuners.{peft_name(self.lora)}")
+        make: Any = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(peft_name(self.lora).upper())]
         with warnings.catch_warnings():
             # What save_projection says itself.
             warnings.filterwarnings("ignore", "Specified to not save vera_A")
-            return getattr(package, self.config)(
-                target_modules=list(targets), **self.arguments(scaled)
-            )
+            return make(target_modules=list(targets), **self.arguments(scaled))
 
     def arguments(self, scaled: Collection[str]) -> dict[str, Any]:
         """Return the arguments of PEFT's configuration beside the adapted layers."""
@@ -135,12 +116,7 @@ class TypeOfPeft(PeftLayers):
         return tensors, {}, self.settings(targets, scaled)
 
     def tensors_beside(self, inputs: int, outputs: int) -> dict[str, Tensor]:
-        """Return what files hold beside parameters.
-
-        Args:
-            inputs: most of an adapted layer.
-            outputs: most of an adapted layer.
-        """
+        """Return what files hold beside parameters, by the most inputs and outputs of a layer."""
         return {}
 
     @torch.no_grad()
@@ -173,7 +149,6 @@ class TypeOfPeft(PeftLayers):
 class Vera(TypeOfPeft):
     """VeRA."""
 
-    config, model = "VeraConfig", "VeraModel"
     dropout = "vera_dropout"
     constants: ClassVar = {".vera_lambda_b.": 0.0}
 
@@ -259,7 +234,6 @@ def _in_file(name: str) -> str:
 class Oft(TypeOfPeft):
     """OFT."""
 
-    config, model = "OFTConfig", "OFTModel"
     constants: ClassVar = {".oft_R.": 0.0}
 
     def add(self, model: nn.Module, base: BaseModel, targets: list[str]) -> None:
@@ -314,7 +288,6 @@ class _Matrix(TypeOfPeft):
 class Loha(_Matrix):
     """LoHa."""
 
-    config, model = "LoHaConfig", "LoHaModel"
     constants: ClassVar = {".hada_w2_b.": 0.0}
     first_factors = ("hada_w1_a",)
 
@@ -322,7 +295,6 @@ class Loha(_Matrix):
 class Lokr(_Matrix):
     """LoKr."""
 
-    config, model = "LoKrConfig", "LoKrModel"
     constants: ClassVar = {".lokr_w1.": 0.0, ".lokr_w1_a.": 0.0}
     first_factors = ("lokr_w1.", "lokr_w1_a")
 
@@ -330,7 +302,6 @@ class Lokr(_Matrix):
 class Ia3(TypeOfPeft):
     """(IA)3."""
 
-    config, model = "IA3Config", "IA3Model"
     merged_kinds = ("weight", "bias")  # the bias of a layer whose outputs are scaled
     constants: ClassVar = {".ia3_l.": 1.0}
 

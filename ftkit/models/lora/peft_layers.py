@@ -34,15 +34,7 @@ class PeftLayers:
         self.lora = lora
 
     def check(self, base: BaseModel, layers: Sequence[str]) -> None:
-        """Refuse layers whose adapter could not be saved for Hugging Face's model.
-
-        Args:
-            base: the adapted model.
-            layers: our names of the adapted layers.
-
-        Raises:
-            UserError: names the layer.
-        """
+        """Refuse, by a UserError, layers whose adapter could not be saved, by our names of them."""
 
     def add(self, model: nn.Module, base: BaseModel, targets: list[str]) -> None:
         """Put PEFT's layers around the chosen ones; no memory is taken.
@@ -77,20 +69,11 @@ class PeftLayers:
         yield from ()
 
     def files(self, adapter: Mapping[str, Tensor], base: BaseModel) -> AdapterFiles:
-        """Return the content of an adapter's files.
-
-        Args:
-            adapter: values of its parameters, by our names.
-            base: the adapted model.
-        """
+        """Return the content of an adapter's files by our names and values of its parameters."""
         raise NotImplementedError
 
     def take_beside(self, stored: dict[str, Tensor], directory: Path) -> None:
-        """Remove what belongs to no layer from the tensors of an adapter's file.
-
-        Args:
-            stored: by PEFT's names.
-            directory: of the adapter, for messages.
+        """Remove what belongs to no layer from the tensors of an adapter, by PEFT's names of them.
 
         Raises:
             UserError: it is not what the layers are filled with.

@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers_models import make_transformers_model
 
 from ftkit.errors import UserError
-from ftkit.extensions.peft_types.layers import TypeOfPeft, Vera
+from ftkit.extensions.peft_types.layers import Vera
 from ftkit.models.flops import flops_per_token
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.layers import AdapterSwitch
-from ftkit.models.lora.peft_layers import layers_of
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.plan import make_plan
@@ -95,10 +94,8 @@ def test_an_adapter_made_by_peft_continues_here(
     options = {key.partition("__")[2]: v for key, v in TYPES[name].items() if "__" in key}
     if name == "ia3":
         options = {"feedforward_modules": ["down_proj"]}
-    of_peft = layers_of(lora_recipe(llama, **TYPES[name]))
-    assert isinstance(of_peft, TypeOfPeft)
-    make = getattr(peft, of_peft.config)
-    config = make(target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    layers = {"peft_type": name.upper(), "target_modules": ["v_proj", "down_proj"]}
+    config = peft.get_peft_config(layers | {"task_type": "CAUSAL_LM", **options})
     model: Any = AutoModelForCausalLM.from_pretrained(llama.directory, dtype=torch.float32)
     model = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(1)
