@@ -14,6 +14,7 @@ from ftkit.models.chat_templates.prompt_styles import STYLES as PROMPT_STYLES
 from ftkit.models.pretrained.single_file import FILE_FORMATS
 from ftkit.models.pretrained.stored_forms import STORED_FORMS
 from ftkit.python_names import PYTHON_NAMES
+from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
@@ -32,6 +33,7 @@ from ftkit.utils.registry import (
 from ftkit.utils.urls import URL_KINDS
 
 _REGISTRIES: tuple[Registry[Any], ...] = (
+    ADAPTER_TYPES,
     COMMANDS,
     DATA_SOURCES,
     FILE_FORMATS,

@@ -16,10 +16,10 @@ from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.errors import UserError
+from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import BITSANDBYTES, TORCH, TORCHAO
 from ftkit.recipe.parsing import add_recipe_keys
-from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
 from ftkit.recipe.recipe_keys import (
@@ -296,7 +296,7 @@ def _listed(component: str, name: str) -> str:
     """A name in the list of all, with what an objective learns, or a kind of adapter trains."""
     summaries = {
         "objective": {one.name: one.summary for one in OBJECTIVES},
-        "peft": {name: one.summary for name, one in PEFT_TYPES.items()},
+        "peft": {one.name: one.summary for one in ADAPTER_TYPES},
     }
     summary = summaries.get(component, {}).get(name)
     return name if summary is None else f"{name} ({summary})"
@@ -310,7 +310,7 @@ def _known_names(component: str) -> list[str]:
     if component == "objective":
         return OBJECTIVES.names
     if component == "peft":
-        return list(PEFT_TYPES)
+        return ADAPTER_TYPES.names
     others = []
     for package in (BITSANDBYTES, TORCHAO):
         with suppress(ImportError):
@@ -334,7 +334,7 @@ def _component_class(component: str, name: str) -> type:
         learned = OBJECTIVES.get(name)
         found = learned.options if learned else None
     elif component == "peft":
-        trained = PEFT_TYPES.get(name)
+        trained = ADAPTER_TYPES.get(name)
         found = trained.options if trained else None
     elif component == "data":
         short = name.removeprefix("litgpt.data.").removeprefix("ftkit.data.")

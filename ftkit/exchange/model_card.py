@@ -18,9 +18,9 @@ from ftkit.models.pretrained.hub import (
     licence_files,
     split_version,
 )
+from ftkit.recipe.adapter_types import LORA, type_title
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores
-from ftkit.recipe.peft_types import LORA, PEFT_TYPES
 from ftkit.recipe.recipe import Component, Qat
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
@@ -382,7 +382,7 @@ def _type_of(report: Report) -> str:
 def _kind_text(kind: CardKind, report: Report) -> str:
     text = _KINDS[kind, report.method == "lora"]
     name = _type_of(report)
-    return text if name == LORA else text.replace("LoRA", f"PEFT ({PEFT_TYPES[name].title})")
+    return text if name == LORA else text.replace("LoRA", f"PEFT ({type_title(name)})")
 
 
 def _method(report: Report) -> str:
@@ -396,7 +396,7 @@ def _method(report: Report) -> str:
         kind = "LoRA" if variant == "lora" else f"LoRA ({variant})"
         text = f"{kind}, rank {recipe.get('lora_r')}, alpha {recipe.get('lora_alpha')}"
         if (name := _type_of(report)) != LORA:
-            title = PEFT_TYPES[name].title
+            title = type_title(name)
             text = ", ".join([title, *(f"{k} {v}" for k, v in recipe["peft"]["init_args"].items())])
         text += f", on a base model stored as {stored}" if stored else ""
     if resolved is None or not resolved.parameters or resolved.trainable_parameters is None:

@@ -25,6 +25,7 @@ from ftkit.launch.preflight import check_second_models, require_room, with_micro
 from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.models.pretrained.hub_errors import naming
+from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.kernels import check_kernels_installed
 from ftkit.recipe.loggers import check_loggers_installed
@@ -34,7 +35,6 @@ from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_dict, to_yaml
 from ftkit.recipe.peft_adapter import with_adapter
-from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Recipe

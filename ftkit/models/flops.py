@@ -11,9 +11,9 @@ from torch import Tensor
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.dry_run import modules_passed_back
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.lora.peft_layers import products
+from ftkit.models.lora.peft_layers import layers_of
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.objectives import is_below_adapter, objective_rules
-from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.recipe import Recipe
 
 
@@ -146,9 +146,8 @@ def _flops(
     architecture = model.architecture
     # PaLM counts 12 for whole attention in training; causal attention needs half of the scores.
     of_scores = architecture.attention.width * attention_length
-    share = architecture.expert_share
-    of_head = _matrix_flops(model.head, "head", share, per_weight) * label_fraction
-    of_body = _matrix_flops(model.body, "body", share, per_weight)
+    of_head = _matrix_flops(model, "head", per_weight) * label_fraction
+    of_body = _matrix_flops(model, "body", per_weight)
     return per_score * of_scores + of_body + of_head
 
 
@@ -167,19 +166,17 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
     return with_one / matrices - 1
 
 
-def _matrix_flops(
-    module: nn.Module, prefix: str, expert_share: float, per_weight: _PerWeight
-) -> float:
-    """Operations of the matrices of a module, which has a name, for one token."""
+def _matrix_flops(model: LanguageModel, end: str, per_weight: _PerWeight) -> float:
+    """Operations of the matrices of the body or the head of a model, for one token."""
     total = 0.0
-    for name, part in module.named_modules(prefix=prefix):
+    expert_share = model.architecture.expert_share
+    for name, part in model.get_submodule(end).named_modules(prefix=end):
+        # Whole words: every token passes the shared experts, which have other names.
+        share = expert_share if "experts" in name.split(".") else 1.0
         if isinstance(part, nn.Linear):
-            # Whole words: every token passes the shared experts, which have other names.
-            share = expert_share if "experts" in name.split(".") else 1.0
             total += _weights_in(part) * share * per_weight(name, part.weight)
-        elif hasattr(part, "adapter_layer_names"):
-            share = expert_share if "experts" in name.split(".") else 1.0
-            for kind, factor, numbers in products(part):
+        elif model.lora is not None and hasattr(part, "adapter_layer_names"):
+            for kind, factor, numbers in layers_of(model.lora).products(part):
                 total += numbers * share * per_weight(f"{name}.{kind}", factor)
         else:  # the matrices of experts are stacked
             # A Conv1d of a state-space model has three dimensions too, but no experts.

@@ -18,7 +18,7 @@ from ftkit.models.bodies.attention import AttentionKernel
 from ftkit.models.bodies.body import Body
 from ftkit.models.kept_weights import keep_stored
 from ftkit.models.lora.layers import add_adapter
-from ftkit.models.lora.peft_layers import cast_projections
+from ftkit.models.lora.peft_layers import layers_of
 from ftkit.models.loss import Head, HeadOutput, OutputLayer
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.offloading import Offloading
@@ -178,7 +178,8 @@ def outline(
         for block in list(model.body.blocks)[::every]:
             block.forward = partial(_keep_only_the_input, block.forward, model.offloading)
     model.to(dtype)
-    cast_projections(model, compute_dtype or dtype)
+    if model.lora is not None:
+        layers_of(model.lora).cast(model, compute_dtype or dtype)
     return model
 
 

@@ -16,13 +16,13 @@ from ftkit.models.lora.layers import (
     initial_adapter,
     lora_layers,
 )
-from ftkit.models.lora.peft_layers import fill_tables
+from ftkit.models.lora.peft_layers import layers_of
 from ftkit.models.lora.targets import our_name
 from ftkit.models.meta_device import allocate
 from ftkit.models.pretrained.base_model import BaseModel, weights, weights_as_stored
 from ftkit.models.pretrained.random_weights import INITIAL_STD
 from ftkit.models.unpacking import allocate_scales, held_as_stored, packed
-from ftkit.recipe.peft_types import is_adapter
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.utils.progress import OnProgress
 
 
@@ -115,7 +115,7 @@ def fill(
     # After the allocation, which leaves tables without values.
     model.body.build_rope_cache(device, rope_length)
     if model.lora is not None:
-        fill_tables(model, model.lora, device)
+        layers_of(model.lora).fill(model, device)
 
     def put(ours: str, value: Rows) -> None:
         sharding.put(model, names[ours], value)

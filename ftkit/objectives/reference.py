@@ -21,7 +21,7 @@ from ftkit.models.load_weights import Sharding
 from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.loss import HeadOutput, LogProbabilities
 from ftkit.objectives.objective import Batch, sequence_sums
-from ftkit.recipe.peft_types import is_adapter
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.utils.accelerators.use import sum_dtype
 
 Context = Callable[[], AbstractContextManager[object]]

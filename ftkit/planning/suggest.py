@@ -10,7 +10,6 @@ from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
 from ftkit.recipe.optimizers import BITSANDBYTES, strategies_of
 from ftkit.recipe.parsing import Override
-from ftkit.recipe.peft_types import peft_type
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.readers import Terms
 from ftkit.recipe.recipe import LoraRecipe
@@ -139,7 +138,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     is_packed = isinstance(recipe, LoraRecipe) and recipe.quantize is not None
     if planned.can_stay and not is_packed:
         yield _Step("weights as published", (("quantize", "stored"),))
-    if not is_packed and (not isinstance(recipe, LoraRecipe) or peft_type(recipe).of_packed):
+    if not is_packed:
         yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
     if gpu.name == HOST:  # which more ranks would share
         return

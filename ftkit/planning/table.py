@@ -17,9 +17,9 @@ from ftkit.models.pretrained.stored_forms import published_text
 from ftkit.planning.gpus import HOST
 from ftkit.planning.predict import Planned, PlannedBeside, PlannedReference
 from ftkit.planning.suggest import Change
+from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.lora_layers import adapted_text
 from ftkit.recipe.objectives import objective_rules
-from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.strategies.step_memory import CATEGORIES
 from ftkit.utils.console.formatting import bytes_text, count_text, percent_text

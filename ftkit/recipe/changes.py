@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from ftkit.recipe.adapter_types import peft_options, peft_type
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import family_of
 from ftkit.recipe.parsing import to_dict
-from ftkit.recipe.peft_types import peft_options, peft_type
 from ftkit.recipe.recipe import Kind, LoraRecipe, Recipe
 from ftkit.recipe.recipe_keys import key_fields, kind_on_resume
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.adapter_types import ADAPTER_TYPES, LORA, AdapterType, type_of
 from ftkit.recipe.lora_layers import NAMED_LAYERS
-from ftkit.recipe.peft_types import LORA, PEFT_TYPES
 from ftkit.recipe.recipe import LAYER_SWITCHES, Component, LoraRecipe, Recipe
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.json_values import from_json
@@ -53,14 +53,6 @@ _LOG = logging.getLogger(__name__)
 def _is_whole(value: Any) -> bool:
     # Not isinstance: true is an int in Python.
     return type(value) is int and 0 < value <= _MOST_RANK
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST_RANK
-
-
-def _is_seed(value: Any) -> bool:
-    return type(value) is int
 
 
 def _is_number(value: Any) -> bool:
@@ -117,17 +109,9 @@ _USED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "fan_in_fan_out": (_is_flag, "true or false"),
     "ensure_weight_tying": (_is_flag, "true or false"),
     "init_lora_weights": (_is_start, "true, false or a text"),
-    # Of other types than LoRA.
-    "alpha": (_is_whole, f"a whole number from 1 to {_MOST_RANK:,}"),
-    "oft_block_size": (_is_size, f"a whole number from 0 to {_MOST_RANK:,}"),
-    "block_share": (_is_flag, "true or false"),
-    "projection_prng_key": (_is_seed, "a whole number"),
-    "save_projection": (_is_flag, "true or false"),
-    "decompose_both": (_is_flag, "true or false"),
-    "decompose_factor": (_is_seed, "a whole number"),
-    "feedforward_modules": (_are_names, "a list of texts"),
 }
-"""Keys that ftkit uses, with the types of their values; null counts as absent."""
+"""Keys that ftkit uses, with the types of their values, beside the options of other types than
+LoRA; null counts as absent."""
 
 _CHANGING: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -144,10 +128,6 @@ _CHANGING: Mapping[str, tuple[Any, ...]] = {
     "use_bdlora": ({}, False),
     "use_qalora": (False,),
     "velora_config": ({},),
-    "coft": (False,),
-    "use_cayley_neumann": (True,),
-    "num_cayley_neumann_terms": (5,),
-    "use_effective_conv2d": (False,),
 }
 """Settings that change what an adapter computes, with the values, beside null, that do not."""
 
@@ -155,9 +135,7 @@ _NEUTRAL = frozenset(
     (
         *("auto_mapping", "corda_config", "eva_config", "inference_mode"),
         *("layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version"),
-        *("qalora_group_size", "revision", "runtime_config", "vera_dropout", "d_initial"),
-        *("module_dropout", "rank_dropout", "rank_dropout_scale", "eps", "init_ia3_weights"),
-        "init_weights",
+        *("qalora_group_size", "revision", "runtime_config"),
     )
 )
 """Settings that change no number of a saved adapter: how its training began, and what loads it."""
@@ -172,10 +150,11 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
         UserError: it is not an adapter, or of a kind that ftkit does not train.
     """
     config = peft_settings(directory)
-    if (name := _type_name(config)) != LORA:
-        return _keys_of_type(config, name, directory)
+    kind = _type_of(config, directory)
+    _require_known(config, kind, directory)
+    if kind.name != LORA:
+        return _keys_of_type(config, kind, directory)
     notes = read_notes(directory)
-    _require_known(config, directory)
     # Adapters of ftkit have patterns for fused layers: their notes say which lora_r was trained.
     for key, ours in (("rank_pattern", "lora_r"), ("alpha_pattern", "lora_alpha")):
         if config.get(key) and not notes:
@@ -214,19 +193,20 @@ def adapter_keys(directory: Path) -> dict[str, Any]:
     return keys | {"lora_variant": variant}
 
 
-def _type_name(settings: Mapping[str, Any]) -> str:
-    """Name of an adapter's type, as in recipes."""
-    return str(settings.get("peft_type")).lower()
-
-
-def _keys_of_type(config: Mapping[str, Any], name: str, directory: Path) -> dict[str, Any]:
-    """Recipe keys of an adapter of another type than LoRA."""
-    if name not in PEFT_TYPES:
+def _type_of(settings: Mapping[str, Any], directory: Path) -> AdapterType:
+    """The type of an adapter."""
+    name = settings.get("peft_type")
+    row = ADAPTER_TYPES.get(str(name).lower())
+    if row is None:
         raise UserError(
-            f"adapter {directory} is of the kind {config.get('peft_type')}, but ftkit only knows "
-            f"{', '.join(PEFT_TYPES)}. Give another adapter, or none."
+            f"adapter {directory} is of the kind {name}, but ftkit only knows "
+            f"{', '.join(ADAPTER_TYPES.names)}. Give another adapter, or none."
         )
-    _require_known(config, directory)
+    return row
+
+
+def _keys_of_type(config: Mapping[str, Any], kind: AdapterType, directory: Path) -> dict[str, Any]:
+    """Recipe keys of an adapter of another type than LoRA."""
     for key in ("rank_pattern", "alpha_pattern"):
         if config.get(key):
             raise UserError(
@@ -235,18 +215,20 @@ def _keys_of_type(config: Mapping[str, Any], name: str, directory: Path) -> dict
             )
     if not config.get("target_modules"):
         raise UserError(f"{directory / CONFIG} lacks target_modules. Copy the adapter again.")
-    kind, targets = PEFT_TYPES[name], config["target_modules"]
-    # What only training depends on is left to the recipe, as lora_dropout is.
-    names = [f.name for f in dataclasses.fields(kind.options) if f.name not in kind.of_training]
-    options = {key: config[key] for key in names if key in config}
-    # PEFT's defaults, where the recipe's are others.
-    others = {"projection_prng_key": 0, "feedforward_modules": []}
-    options |= {k: v for k, v in others.items() if k in names and k not in options}
+    targets = config["target_modules"]
+    in_file = {key: config[key] for key in _options_of(kind) if key in config}
     return {
-        "peft": Component(class_path=name, init_args=options),
+        "peft": Component(class_path=kind.name, init_args={**kind.in_peft, **in_file}),
         "lora_targets": sorted(targets) if isinstance(targets, list) else targets,
         "lora_modules_to_save": config.get("modules_to_save") or None,
     }
+
+
+def _options_of(kind: AdapterType) -> list[str]:
+    """Options of a type that its files determine."""
+    # What only training depends on is left to the recipe, as lora_dropout is.
+    names = (field.name for field in dataclasses.fields(kind.options))
+    return [name for name in names if name not in kind.of_training]
 
 
 def with_adapter(recipe: Recipe) -> Recipe:
@@ -304,7 +286,7 @@ def _joined(recipe: LoraRecipe, found: Component) -> Component:
             f"peft is {asked['class_path']}, but the adapter {recipe.adapter} is {name}. Remove "
             "peft, which is read from the adapter."
         )
-    kind = PEFT_TYPES[name]
+    kind = type_of(found)
     for key, value in asked["init_args"].items():
         if key in kind.of_training or value is None:
             continue
@@ -426,15 +408,15 @@ def peft_settings(directory: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file} holds no settings. {_AGAIN}")
     given = {key: value for key, value in content.items() if value is not None}
-    if given.get("peft_type") == "OFT" and given.get("r") == 0:
-        del given["r"]  # oft_block_size gives it
-    for key, (is_sound, wanted) in _USED.items():
-        if key in given and not is_sound(given[key]):
-            raise UserError(
-                f"{file}: {key} is {_shown(given[key])}, but has to be {wanted}. {_AGAIN}"
-            )
+    kind = ADAPTER_TYPES.get(str(given.get("peft_type")).lower())
+    for key, value in given.items():
+        if (wanted := _wanted(key, value, kind)) is not None:
+            raise UserError(f"{file}: {key} is {_shown(value)}, but has to be {wanted}. {_AGAIN}")
+    kind = _type_of(given, directory)
+    used = {*_USED, *_CHANGING, *_options_of(kind), *kind.changing}
     # Keys of newer versions of PEFT that are off (false, 0, empty) change nothing.
-    unknown = {k: v for k, v in given.items() if k not in (*_USED, *_CHANGING, *_NEUTRAL) and v}
+    neutral = {*_NEUTRAL, *kind.neutral, *kind.of_training}
+    unknown = {key: value for key, value in given.items() if key not in used | neutral and value}
     beginning, end = _SWITCHES
     for key, value in unknown.items():
         if key.startswith(beginning) or key.endswith(end):
@@ -444,12 +426,23 @@ def peft_settings(directory: Path) -> dict[str, Any]:
             )
     if unknown:
         _say_ignored(file, ", ".join(sorted(unknown)))
-    return {key: value for key, value in given.items() if key in _USED or key in _CHANGING}
+    return {key: value for key, value in given.items() if key in used}
 
 
-def _require_known(settings: Mapping[str, Any], directory: Path) -> None:
+def _wanted(key: str, value: Any, kind: AdapterType | None) -> str | None:
+    """What a setting has to be; None: it is that, or nothing uses it."""
+    if kind is not None and key in _options_of(kind):
+        wanted = kind.rule_for(key, value)
+        if key in kind.sizes and (wanted is not None or value > _MOST_RANK):
+            return f"a whole number from {kind.sizes[key]} to {_MOST_RANK:,}"
+        return wanted
+    is_sound, wanted = _USED.get(key, (lambda _: True, None))
+    return None if is_sound(value) else wanted
+
+
+def _require_known(settings: Mapping[str, Any], kind: AdapterType, directory: Path) -> None:
     """Refuse settings that change what an adapter computes in a way that ftkit does not have."""
-    for key, harmless in _CHANGING.items():
+    for key, harmless in {**_CHANGING, **kind.changing}.items():
         if settings.get(key) is not None and settings[key] not in harmless:
             raise UserError(
                 f"adapter {directory} has {key} {_shown(settings[key])}, which ftkit cannot train "

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.adapter_types import check_targets
 from ftkit.recipe.batches import count_micro_steps, micro_batch
 from ftkit.recipe.devices import Devices, ranks_of
 from ftkit.recipe.facts import Facts, Rule, StrategyRules
 from ftkit.recipe.kernels import check_kernels
 from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
 from ftkit.recipe.optimizers import check_optimizer, check_optimizer_bits
-from ftkit.recipe.peft_types import check_targets
 from ftkit.recipe.quantizations import check_quantize, check_shared_base
 from ftkit.recipe.recipe import Precision, Recipe
 from ftkit.recipe.rounding import check_rounding

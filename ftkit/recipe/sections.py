@@ -5,9 +5,9 @@ from operator import attrgetter
 from typing import Any
 
 from ftkit.errors import UserError
+from ftkit.recipe.adapter_types import check_peft
 from ftkit.recipe.facts import Facts
 from ftkit.recipe.objectives import model_beside, objective_rules
-from ftkit.recipe.peft_types import check_peft
 from ftkit.recipe.quantizations import unshardable
 from ftkit.recipe.recipe import Eval, LoraRecipe, Recipe
 from ftkit.recipe.recipe_keys import key_fields, range_of

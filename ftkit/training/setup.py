@@ -72,9 +72,9 @@ from ftkit.objectives.objective import (
     make_objective,
 )
 from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
+from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.implementations import HF, implementation_row
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
-from ftkit.recipe.peft_types import method_text
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.recipe.sections import check_validations

@@ -75,6 +75,8 @@ class Registry(Generic[RowType]):
         self._core = {row.name: row for row in core}
         self.broken: dict[str, str] = {}
         """Extensions of ours whose rows cannot be read, and why."""
+        self.opened: dict[str, RowType] = {}
+        """Rows of other packages that have been used."""
 
     def get(self, name: str) -> RowType | None:
         """Return the row of a name; None: there is none.
@@ -149,6 +151,7 @@ class Registry(Generic[RowType]):
                 f"{source} cannot be used: {one.place} is not a {kinds} of the name {one.name}. "
                 f"{advice}"
             )
+        self.opened[one.name] = row
         return row
 
 

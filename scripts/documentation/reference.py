@@ -10,9 +10,9 @@ from ftkit.cli.commands import FTKIT
 from ftkit.cli.help import usages, value_of
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.own_data import OwnDataOptions
+from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.changes import KIND_OF
 from ftkit.recipe.objectives import OBJECTIVES
-from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.recipe import FINETUNE, Lora, Recipe
 from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, field_type, placeholder_of
 from ftkit.recipe.strategy_rows import STRATEGIES
@@ -108,7 +108,7 @@ def _recipe_pages() -> Iterator[_Page]:
         ("objective", "What is learned, by name, with the options of each.",
          {one.name: (f"Learns {one.summary}.", one.options) for one in OBJECTIVES}),
         ("peft", "Which adapter `ftkit finetune` trains, by name, with the options of each.",
-         {name: (f"Trains {one.summary}.", one.options) for name, one in PEFT_TYPES.items()}),
+         {one.name: (f"Trains {one.summary}.", one.options) for one in ADAPTER_TYPES}),
         ("strategy", "How a run is distributed over devices, by name, with the options of each.",
          {one.name: ("", one.options) for one in STRATEGIES}),
     ):  # fmt: skip

@@ -74,7 +74,11 @@ def test_all_its_tests_are_collected(core: Path) -> None:
 @pytest.mark.slow
 def test_what_only_extensions_have_is_refused(core: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs.yml").write_text("base_model: x\ndatasets: []\n")
-    for words in (("merge", "out"), ("finetune", "theirs.yml", "--tool", "axolotl")):
+    for words in (
+        ("merge", "out"),
+        ("finetune", "theirs.yml", "--tool", "axolotl"),
+        ("plan", ROOT / "recipes/quickstart.yaml", "--peft", "vera"),
+    ):
         line = command_line(*words)
         ended = subprocess.run(
             line, capture_output=True, text=True, env=variables(core), cwd=tmp_path

@@ -107,6 +107,7 @@ def test_light_modules_import_no_heavy_package() -> None:
 NO_MODULES = {
     "ftkit.__file__",
     *(
+        "ftkit.adapter_types",
         "ftkit.commands",
         "ftkit.data_sources",
         "ftkit.file_formats",

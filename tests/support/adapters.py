@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from computed import filled
 from tiny import make_llama, make_tokenizer
@@ -13,7 +14,7 @@ from torch import Tensor
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import Whole, result_weights
 from ftkit.models.lora.adapter_files import check_adapter, check_shapes, read_adapter, save_adapter
-from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.recipe import LoraRecipe
@@ -148,3 +149,18 @@ TYPES: dict[str, dict[str, Any]] = {
     "ia3": {"peft": "ia3"},
 }
 """Types of adapters beside LoRA, with options that fit the tiny models."""
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, BaseModel]:
+    """Base models of several families, whose layers LitGPT's model has apart."""
+    directory = tmp_path_factory.mktemp("bases")
+    return {
+        name: open_base(str(make(directory / name.replace(" ", "-"))), "litgpt")
+        for name, make in MAKERS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(bases: dict[str, BaseModel]) -> BaseModel:
+    return bases["llama"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.recipe.peft_types import LORA
+from ftkit.recipe.adapter_types import LORA
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import Row, read_metrics, read_validation

@@ -35,7 +35,7 @@ from ftkit.extensions.deepspeed.zero_memory import REDUCE_BUCKET_ELEMENTS, with_
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.load_weights import Rows
 from ftkit.models.lora.peft_layers import tuner_layers
-from ftkit.recipe.peft_types import is_adapter
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Component
 from ftkit.strategies.optimizers import resolve_optimizer

@@ -31,15 +31,15 @@ from ftkit.extensions.publish.peft_reading import PeftReading, Values, compare_w
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import PAIRS, packed_in
 from ftkit.models.language_model import LanguageModel, outline_plain
+from ftkit.models.lora.adapter_files import of_layer
 from ftkit.models.lora.experts import expert_pairs, merged_experts
-from ftkit.models.lora.layers import merged
-from ftkit.models.lora.peft_layers import fill_tables, merged_layer, tuner_layers
+from ftkit.models.lora.peft_layers import layers_of, tuner_layers
 from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, weight_reader
 from ftkit.models.pretrained.save import save_hf
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.implementations import layout_in
 from ftkit.recipe.objectives import Preference, objective_rules
-from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
 from ftkit.recipe.recipe import Component, Quantization
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text, number_text, percent_text
@@ -74,7 +74,7 @@ def logits_of(
         is_real[row, : len(sequence)] = True
     model.eval().body.build_rope_cache(_CPU, longest)
     if model.lora is not None:
-        fill_tables(model, model.lora, _CPU)
+        layers_of(model.lora).fill(model, _CPU)
     with _filled_when_needed(model, values, progress):
         # Only real tokens: padding on the right changes none of them, and has no logits to compare.
         result: Tensor = model(tokens, is_real.flatten().nonzero().squeeze(1))
@@ -311,7 +311,12 @@ class Merged:
         self._base, self._kind, self._dtype, self._tensors = base, kind, dtype, adapter.tensors
         self._layers = {our_name(name): layer for name, layer in tuner_layers(model)}
         assert model.lora is not None
-        self._lora = model.lora
+        self._of_type = layers_of(model.lora)
+        self._values: dict[str, dict[str, Tensor]] = {}
+        for name, value in adapter.tensors.items():
+            if is_adapter(name):
+                layer, parameter = of_layer(name)
+                self._values.setdefault(layer, {})[parameter] = value
         self._rounded = {
             # An adapted layer holds the quantised one as its base_layer.
             our_name(name).removesuffix(".base_layer")
@@ -362,10 +367,8 @@ class Merged:
 
             transposed = self._experts[name].transposed
             value = rounded_of_each(value, self._kind, transposed=transposed)
-        if kind == "weight" and layer in self._layers:
-            value = self._adapted(layer, value)
-        elif kind == "bias" and hasattr(self._layers.get(layer), "ia3_l"):  # outputs are scaled
-            value = self._of_type(layer, None, value)[1]
+        if layer in self._layers and kind in self._of_type.merged_kinds:
+            value = self._of_type.merged(self._layers[layer], self._values[layer], kind, value)
         elif name in self._pairs:
             a, b = (self._tensors[f"{name}{PAIRS}.lora_{m}.{TRAINED}.weight"] for m in "AB")
             value = merged_experts(value, a, b, self._pairs[name])
@@ -380,30 +383,6 @@ class Merged:
     def _source(self, name: str) -> str:
         """The parameter of the adapted model that this one comes from."""
         return self._base.architecture.embedding if name == HEAD and self._tied else name
-
-    def _adapted(self, layer: str, weight: Tensor) -> Tensor:
-        module = self._layers[layer]
-        if peft_name(self._lora) != LORA:
-            return self._of_type(layer, weight, None)[0]
-        return merged(
-            weight,
-            self._tensors[f"{layer}.lora_A.{TRAINED}.weight"],
-            self._tensors[f"{layer}.lora_B.{TRAINED}.weight"],
-            module.scaling[TRAINED],
-            self._tensors.get(f"{layer}.lora_magnitude_vector.{TRAINED}.weight"),
-        )
-
-    def _of_type(
-        self, layer: str, weight: Tensor | None, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Merge a layer of another type than LoRA."""
-        start = f"{layer}."
-        values = {
-            name.removeprefix(start): value
-            for name, value in self._tensors.items()
-            if name.startswith(start) and is_adapter(name)
-        }
-        return merged_layer(self._layers[layer], values, self._lora, weight, bias)
 
 
 def base_reader(base: BaseModel) -> Callable[[str], Tensor]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.extensions.watch.commands import WatchOptions
-from ftkit.recipe.peft_types import method_text
+from ftkit.recipe.adapter_types import method_text
 from ftkit.redaction import shown
 from ftkit.runs.checkpoints import entry_of
 from ftkit.runs.directory import RunDirectory

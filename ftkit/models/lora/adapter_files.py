@@ -8,7 +8,7 @@ elsewhere. Values that were subtracted from the start (PiSSA, OLoRA) become more
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +22,7 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, Fused, Naming
 from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.experts import from_peft, in_peft, parameters_adapted
-from ftkit.models.lora.peft_layers import (
-    PROJECTIONS,
-    parameter_of,
-    peft_config,
-    projections,
-    stored_kind,
-)
+from ftkit.models.lora.peft_layers import AdapterFiles, layers_of, parameter_of
 from ftkit.models.lora.targets import (
     INITIAL,
     TRAINED,
@@ -40,6 +34,7 @@ from ftkit.models.lora.targets import (
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, storage_of, weights
 from ftkit.models.pretrained.save import save_beside
 from ftkit.models.pretrained.weight_files import load_pickled
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.peft_adapter import (
     BASE_KEY,
     CONFIG,
@@ -54,13 +49,12 @@ from ftkit.recipe.peft_adapter import (
     read_notes,
     target_parameters,
 )
-from ftkit.recipe.peft_types import LORA, is_adapter, peft_name
 from ftkit.recipe.recipe import RELATIVE_INITS, Lora
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.files import new_directory
 from ftkit.utils.safetensors_files import save_tensors
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 """Beginning of all names in PEFT's files."""
 _MAGNITUDE = "lora_magnitude_vector"
 _SAVED_AGAIN = "Take it from where it was saved again."
@@ -94,15 +88,12 @@ def check_adapter(base: BaseModel, lora: Lora) -> None:
         )
     if lora.lora_variant == "dora":
         _check_dora(base, lora)
-    if peft_name(lora) == LORA:
-        _check_names(base, lora)
-    else:
-        _check_type(base, lora, naming)
+    layers_of(lora).check(base, _chosen(base, lora))
 
 
-def _check_names(base: BaseModel, lora: Lora) -> None:
-    """Refuse layers of whose adapters PEFT changes the names when it reads them."""
-    chosen = [names_of(base, ours)[-1] for ours in _chosen(base, lora)]
+def check_names(base: BaseModel, layers: Iterable[str]) -> None:
+    """Refuse layers of whose LoRA adapters PEFT changes the names when it reads them."""
+    chosen = [names_of(base, ours)[-1] for ours in layers]
     for theirs, in_file in _names_in_file(base, chosen).items():
         if in_file is None:
             raise UserError(
@@ -119,19 +110,6 @@ def _chosen(base: BaseModel, lora: Lora) -> list[str]:
     return chosen_layers(layers, base, lora)
 
 
-def _check_type(base: BaseModel, lora: Lora, naming: Naming) -> None:
-    """Refuse a type of adapter for layers that PEFT cannot adapt in Hugging Face's model."""
-    name = peft_name(lora)
-    for ours in _chosen(base, lora):
-        theirs, fused = naming.stored_in(ours)
-        if fused is not None:
-            raise UserError(
-                f"peft is {name}, but {theirs} of Hugging Face's {base.architecture.class_name} "
-                f"is several layers in one, of which {ours} is a part: {name} has no adapter of a "
-                "part. Try --peft lora, or choose other layers by --lora_targets."
-            )
-
-
 def _check_dora(base: BaseModel, lora: Lora) -> None:
     """Refuse DoRA for layers whose weights PEFT adapts as parameters."""
     chosen = [names_of(base, ours)[0] for ours in _chosen(base, lora)]
@@ -143,7 +121,8 @@ def _check_dora(base: BaseModel, lora: Lora) -> None:
         )
 
 
-def _huggingface_naming(base: BaseModel) -> Naming:
+def huggingface_naming(base: BaseModel) -> Naming:
+    """Names in the Hugging Face model of an adapter's base."""
     naming = base.architecture.naming_in("hf")
     assert naming is not None, "check_adapter refuses other models"
     if len(head_names(base)) == 1:
@@ -191,15 +170,14 @@ def save_adapter(
     """
     given = {name: tensor.detach().cpu() for name, tensor in parameters}
     adapter = {name: tensor for name, tensor in given.items() if is_adapter(name)}
-    saves = _lora_files if peft_name(lora) == LORA else _files_of_type
-    tensors, notes, config = saves(adapter, base, lora)
+    tensors, notes, config = layers_of(lora).files(adapter, base)
     # Layers that were trained whole lie beside the matrices, under their names in the model.
     whole = _whole_layers(
         {name: tensor for name, tensor in given.items() if name not in adapter},
         base,
         tied=base.tied if tie_embeddings is None else tie_embeddings,
     )
-    tensors |= {f"{_PREFIX}{name}": tensor for name, tensor in whole.items()}
+    tensors |= {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
     config.modules_to_save = sorted({name.rpartition(".")[0] for name in whole}) or None
     config.task_type = REWARD_TASK if base.architecture.scores else "CAUSAL_LM"
     config.base_model_name_or_path = base.name if base.directory is None else str(base.directory)
@@ -216,60 +194,27 @@ def save_adapter(
         save_beside(base, beside, partial)
 
 
-_Files = tuple[dict[str, Tensor], dict[str, str], Any]
-"""Tensors of an adapter by PEFT's names, notes for their file, and PEFT's configuration."""
-
-
-def _files_of_type(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> _Files:
-    """Files of an adapter of another type than LoRA."""
-    naming, shapes = _huggingface_naming(base), parameter_shapes(base)
-    tensors: dict[str, Tensor] = {}
-    adapted: dict[str, bool] = {}
-    widths: set[tuple[int, int]] = set()
-    for name, tensor in adapter.items():
-        layer, parameter = _of_layer(name)
-        theirs, _ = naming.stored_in(layer)
-        tensors[f"{_PREFIX}{theirs}.{stored_kind(parameter)}"] = tensor.contiguous()
-        # A tied head has no weight of its own.
-        shape = shapes.get(f"{layer}.weight", shapes[base.architecture.embedding])
-        widths.add((shape[1], shape[0]))
-        # IA3 has [1, in] where it scales inputs, and [out, 1] where it scales outputs.
-        adapted[theirs] = parameter.startswith("ia3_l") and tensor.shape[0] < shape[0]
-    targets = _by_short_name(adapted, base)
-    scaled = [name for name, is_scaled in targets.items() if is_scaled]
-    config = peft_config(lora, targets, scaled_inputs=scaled)
-    if getattr(config, "save_projection", False):
-        drawn = projections(lora, *map(max, zip(*widths, strict=True)))
-        tensors |= {_projection(n): value for n, value in zip(PROJECTIONS, drawn, strict=True)}
-    return tensors, {}, config
-
-
-def _projection(name: str) -> str:
-    """PEFT's name of one of VeRA's random matrices, which belong to no layer."""
-    return f"base_model.{name}"
-
-
-def _of_layer(name: str) -> tuple[str, str]:
+def of_layer(name: str) -> tuple[str, str]:
     """Split the name of an adapter's parameter into that of its layer and its own in the layer."""
     words = name.split(".")
     start = next(i for i, word in enumerate(words) if i and is_adapter(f".{word}"))
     return ".".join(words[:start]), ".".join(words[start:])
 
 
-def _lora_files(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> _Files:
-    """Files of a LoRA adapter: matrices of linear layers, and pairs of experts."""
+def lora_files(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> AdapterFiles:
+    """Return the files of a LoRA adapter: matrices of linear layers, and pairs of experts."""
     from peft.tuners.lora import LoraConfig
 
     layers = _joined_layers(adapter)
     pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
     of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
-    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in of_experts.items()}
+    tensors = {f"{PREFIX}{name}": tensor for name, tensor in of_experts.items()}
     ranks: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
     held = _their_layers(base, layers)
     in_file = _names_in_file(base, [theirs for theirs, _, _ in held])
     for theirs, ours, fused in held:
-        start = f"{_PREFIX}{in_file[theirs] or theirs}"
+        start = f"{PREFIX}{in_file[theirs] or theirs}"
         found = {name: layers[name] for name in ours if name in layers}
         if fused is None:
             (layer,) = found.values()
@@ -287,10 +232,10 @@ def _lora_files(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> _
     notes = {NOTES_KEY: json.dumps(_notes(lora, base, parts, layers))} if parts else {}
     # The rank of the layers that are not fused; rank_pattern lists the others.
     rank = next((r for theirs, r in ranks.items() if theirs not in parts), lora.lora_r)
-    others = _by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
+    others = by_short_name({theirs: r for theirs, r in ranks.items() if r != rank}, base)
     # Some linear layers reach PEFT only as parameters.
     as_parameters = taken_for_experts(base, ranks)
-    targets = _by_short_name({theirs: theirs in as_parameters for theirs in ranks}, base)
+    targets = by_short_name({theirs: theirs in as_parameters for theirs in ranks}, base)
     config = LoraConfig(
         r=rank,
         lora_alpha=_alpha(lora, rank),  # type: ignore[arg-type]
@@ -338,7 +283,7 @@ def _their_layers(
     base: BaseModel, layers: Iterable[str]
 ) -> list[tuple[str, list[str], Fused | None]]:
     """Layers of Hugging Face that hold ours: name, all layers in it, and how they are fused."""
-    naming = _huggingface_naming(base)
+    naming = huggingface_naming(base)
     found: dict[str, tuple[str, list[str], Fused | None]] = {}
     for ours in layers:
         theirs, fused = naming.stored_in(ours)
@@ -371,7 +316,7 @@ def _whole_layers(
     parameters: Mapping[str, Tensor], base: BaseModel, *, tied: bool
 ) -> dict[str, Tensor]:
     """Parameters of layers that are trained whole, by Hugging Face's names."""
-    naming = _huggingface_naming(base)
+    naming = huggingface_naming(base)
     found: dict[str, Tensor] = {}
     for name, tensor in parameters.items():
         theirs, fused = naming.stored_in(name)
@@ -394,9 +339,9 @@ def _alpha(lora: Lora, rank: int) -> int | float:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def _by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]:
+def by_short_name(values: Mapping[str, Any], base: BaseModel) -> dict[str, Any]:
     """Sort values by the last word of names if all such layers are equal, else by full name."""
-    naming = _huggingface_naming(base)
+    naming = huggingface_naming(base)
     everywhere: dict[str, set[str]] = {}
     theirs_of_all = [naming.stored_in(name)[0] for name in parameter_shapes(base)]
     # Also of layers beside the language model: a short name in the settings would adapt them, too.
@@ -429,11 +374,9 @@ def _notes(
 
 
 def _sort_targets(path: Path) -> None:
-    # PEFT writes a set, in an order that changes from process to process.
+    # PEFT writes sets, in an order that changes from process to process.
     settings = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("target_modules", "modules_to_save", "feedforward_modules"):
-        if isinstance(settings.get(key), list):
-            settings[key].sort()
+    settings |= {key: sorted(one) for key, one in settings.items() if isinstance(one, list)}
     path.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -511,7 +454,7 @@ def _read_by_peft(base: BaseModel, layers: Iterable[str]) -> dict[str, str]:
         convert = conversion.convert_peft_adapter_state_dict_for_transformers
     except (ImportError, AttributeError):  # older versions leave names as they are
         return {name: name for name in layers}
-    start, end = _PREFIX, ".lora_A.weight"
+    start, end = PREFIX, ".lora_A.weight"
     # Numbers instead of tensors, which tell the results apart.
     given = {
         f"{start}{name}{end}": torch.tensor([i], device="cpu") for i, name in enumerate(layers)
@@ -601,11 +544,9 @@ def adapter_tensors(
         UserError: they belong to another model, or are copies that differ from its weights.
     """
     parts = read_notes(directory).get(PARTS_KEY, {})
-    keys = adapter_keys(directory)
     whole, is_untied = _whole_modules(directory, base), unties(stored, directory, base)
     stored = dict(stored)
-    drawn = [stored.pop(_projection(name), None) for name in PROJECTIONS]
-    _check_projections(drawn, keys, directory)
+    layers_of(Lora(**adapter_keys(directory))).take_beside(stored, directory)
     tensors: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
     holders = _holders(base)
@@ -613,7 +554,7 @@ def adapter_tensors(
     wrapped = parameters_adapted(base, target_parameters(directory))
     for name, tensor in stored.items():
         # First pairs of experts, whose wrappers are no layers of the model.
-        wrapper, _, matrix = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        wrapper, _, matrix = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
         if wrapper in wrapped:
             parameter = wrapped[wrapper]
             tensors[f"{parameter}{PAIRS}.{matrix}.{TRAINED}.weight"] = from_peft(
@@ -651,22 +592,6 @@ def adapter_tensors(
     # (save_embedding_layers).
     _check_copies(copies, base, directory)
     return tensors
-
-
-def _check_projections(
-    given: Sequence[Tensor | None], keys: Mapping[str, Any], directory: Path
-) -> None:
-    """Refuse random matrices of VeRA that are not those of their seed, which ftkit draws again."""
-    a, b = given
-    if a is None or b is None:
-        return
-    lora = Lora(peft=keys["peft"])
-    for found, drawn in zip((a, b), projections(lora, a.shape[-1], b.shape[0]), strict=True):
-        if found.shape != drawn.shape or not torch.equal(found, drawn.to(found.dtype)):
-            raise UserError(
-                f"adapter {directory} holds vera_A and vera_B that its projection_prng_key does "
-                "not give, and ftkit draws them from it. Merge the adapter where it was made."
-            )
 
 
 def _check_copies(copies: Mapping[str, Tensor], base: BaseModel, directory: Path) -> None:
@@ -747,12 +672,12 @@ def stored_adapter(directory: Path) -> dict[str, Tensor]:
 def _split(name: str) -> tuple[str, str]:
     """Split a name into layer and kind: lora_A, lora_magnitude_vector, oft_R.weight, bias."""
     # Weights that PEFT saves beside their adapter have base_layer in their names.
-    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
     layer, found, kind = plain.rpartition(".lora_")
     if found:
         return layer, "lora_" + kind.removesuffix(".weight")
     if is_adapter(plain):
-        return _of_layer(plain)
+        return of_layer(plain)
     layer, _, kind = plain.rpartition(".")
     return layer, kind
 

@@ -20,26 +20,20 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import seed_of
 from ftkit.models.lora.experts import ExpertPairs, add_expert_pairs, expert_pairs
-from ftkit.models.lora.peft_layers import (
-    add_layers,
-    first_number,
-    tuner_layers,
-    without_bitsandbytes,
-)
+from ftkit.models.lora.peft_layers import layers_of, tuner_layers, without_bitsandbytes
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.token_numbers import TokenDropout
-from ftkit.recipe.peft_types import LORA, peft_name
 from ftkit.recipe.recipe import RELATIVE_INITS, Lora, LoraInit
 
 
 def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
-    """Freeze the model and add LoRA matrices to the chosen layers; no memory is taken.
+    """Freeze the model and add an adapter to the chosen layers; no memory is taken.
 
     Args:
         model: outlined on the meta device.
         base: gives Hugging Face's names of the layers.
-        lora: layers, rank and variant.
+        lora: layers, and type of the adapter with its options.
 
     Raises:
         UserError: a name matches no layer, or one that cannot be adapted or trained.
@@ -48,30 +42,18 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
     targets = adapted_layers(model, base, lora)
     trained_whole = whole_layers(model, base, lora)
     # PEFT raises if there is nothing to adapt, such as with experts alone.
-    if targets and peft_name(lora) != LORA:
-        add_layers(model, base, lora, targets)
-    elif targets:
-        with without_bitsandbytes():
-            _inject(model, lora, targets)
+    if targets:
+        layers_of(lora).add(model, base, targets)
     if lora.lora_experts:
         add_expert_pairs(model, base, lora)
-    for name, layer in lora_layers(model):
-        layer.cast_input_dtype_enabled = False  # the variants handle autocast themselves
-        layer.lora_variant[TRAINED] = Plain()
-        if lora.lora_variant == "dora":
-            layer.lora_magnitude_vector[TRAINED] = Magnitude(layer.out_features)
-            layer.lora_variant[TRAINED] = Dora()
-        if lora.lora_init != "default":
-            _check_rank(name, layer, lora.lora_r, lora.lora_init)
-        if lora.lora_init in RELATIVE_INITS:
-            _relate_to_initial(layer, lora.lora_r)
-    _drop_by_tokens(model)
+    _drop_by_tokens(model, lora)
     # After the injection, which freezes all but its own parameters.
     for module in trained_whole:
         module.requires_grad_(True)
 
 
-def _inject(model: nn.Module, lora: Lora, targets: list[str]) -> None:
+def add_lora(model: nn.Module, lora: Lora, targets: list[str]) -> None:
+    """Add the matrices of LoRA to layers, and what its variants compute with."""
     from peft.tuners.lora import LoraConfig, LoraModel  # takes a second
 
     config = LoraConfig(
@@ -82,20 +64,33 @@ def _inject(model: nn.Module, lora: Lora, targets: list[str]) -> None:
         use_rslora=lora.lora_variant == "rslora",
         target_modules=targets,
     )
-    # Adapters on the meta device, like the model.
-    LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
+    with without_bitsandbytes():
+        # Adapters on the meta device, like the model.
+        LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
+    for name, layer in lora_layers(model):
+        layer.cast_input_dtype_enabled = False  # the variants handle autocast themselves
+        layer.lora_variant[TRAINED] = Plain()
+        if lora.lora_variant == "dora":
+            layer.lora_magnitude_vector[TRAINED] = Magnitude(layer.out_features)
+            layer.lora_variant[TRAINED] = Dora()
+        if lora.lora_init != "default":
+            _check_rank(name, layer, lora.lora_r, lora.lora_init)
+        if lora.lora_init in RELATIVE_INITS:
+            _relate_to_initial(layer, lora.lora_r)
 
 
-def _drop_by_tokens(model: Any) -> None:
-    """Replace dropout whose masks a generator draws, in adapters of all types."""
+def _drop_by_tokens(model: Any, lora: Lora) -> None:
+    """Replace dropout whose masks a generator draws."""
+    kind = layers_of(lora).dropout
+    if kind is None:
+        return
     # Listed first: the layers are changed.
     for name, layer in list(tuner_layers(model)):
-        for kind in ("lora_dropout", "vera_dropout"):
-            of_adapters = getattr(layer, kind, {TRAINED: None})
-            if isinstance(of_adapters[TRAINED], nn.Dropout):
-                of_adapters[TRAINED] = TokenDropout(
-                    of_adapters[TRAINED].p, our_name(name), layer.in_features, model.body.tokens
-                )
+        of_adapters = getattr(layer, kind)
+        if isinstance(of_adapters[TRAINED], nn.Dropout):
+            of_adapters[TRAINED] = TokenDropout(
+                of_adapters[TRAINED].p, our_name(name), layer.in_features, model.body.tokens
+            )
 
 
 def _check_rank(name: str, layer: Any, lora_r: int, lora_init: LoraInit) -> None:
@@ -162,7 +157,7 @@ def initial_adapter(name: str, shape: torch.Size, seed: int, lora: Lora) -> Tens
         seed: of the run.
         lora: type of the adapter and its options.
     """
-    constant = 0.0 if ".lora_B." in name else first_number(name, lora)
+    constant = layers_of(lora).first_number(name)
     if constant is not None:
         return torch.full(shape, constant, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(seed_of(name, seed))

@@ -15,7 +15,7 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     vocabulary_parameters,
 )
-from ftkit.recipe.peft_types import is_adapter
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.recipe import ALL_LINEAR, PEFT_DEFAULT, Lora
 
 TRAINED, INITIAL = "default", "initial"

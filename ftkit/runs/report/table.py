@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from ftkit.models.pretrained.stored_forms import published_text
-from ftkit.recipe.peft_types import method_text
+from ftkit.recipe.adapter_types import method_text
 from ftkit.redaction import shown
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import AnsweredExample, score_text

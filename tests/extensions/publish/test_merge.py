@@ -218,7 +218,7 @@ def test_a_merge_that_peft_does_not_compute_replaces_nothing(
 ) -> None:
     out = merge(ended["lora"].out_dir, tmp_path / "merged")
     before = transformers_logits(out)
-    twice = "ftkit.extensions.publish.merge.merged"
+    twice = "ftkit.models.lora.lora_type.merged"
     monkeypatch.setattr(twice, lambda weight, a, b, *rest: merged_layer(weight, a, 2 * b, *rest))
     for free in (2**40, 2**20):
         monkeypatch.setattr(peft_reading, "available_host_bytes", lambda free=free: free)

@@ -24,9 +24,9 @@ from ftkit.models.lora.layers import initial_adapter
 from ftkit.models.lora.peft_layers import without_bitsandbytes
 from ftkit.models.lora.targets import our_name, skipped_targets, unadapted_experts
 from ftkit.models.pretrained.base_model import BaseModel, open_base
+from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.peft_types import is_adapter
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Lora
 from ftkit.strategies.strategy import make_strategy

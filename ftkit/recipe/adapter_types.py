@@ -1,7 +1,4 @@
-"""Kinds of adapters beside LoRA: their keys, and what each supports; no torch.
-
-Keys and defaults are those of PEFT's configurations. PEFT's own layers compute them.
-"""
+"""Types of adapters: the registry, the options of each, and what it supports; no torch."""
 
 import dataclasses
 import math
@@ -25,6 +22,7 @@ from ftkit.recipe.recipe import (
 )
 from ftkit.recipe.recipe_keys import accepted_types, describe
 from ftkit.utils.names import nearest, unknown_option
+from ftkit.utils.registry import Registry
 
 LORA = "lora"
 """The type whose keys begin with lora_."""
@@ -36,91 +34,27 @@ class LoraOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VeraOptions:
-    """Options of `peft: vera`."""
-
-    r: int = 256
-    """Rank of the two random matrices that all layers share."""
-    vera_dropout: float = 0.0
-    """Dropout before the adapter."""
-    d_initial: float = 0.1
-    """First value of the trained vectors of length r; those of the other kind begin at 0."""
-    projection_prng_key: int | None = None
-    """Seed of the random matrices. Default: seed."""
-    save_projection: bool = True
-    """Whether the result holds the random matrices. Without them, PEFT draws them again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OftOptions:
-    """Options of `peft: oft`."""
-
-    # Without module_dropout, which PEFT 0.21 keeps for linear layers and does not apply.
-    oft_block_size: int = 32
-    """Inputs that are rotated together; 0: given by r. It divides the inputs of every layer."""
-    r: int = 0
-    """Number of blocks in a layer, instead of oft_block_size."""
-    block_share: bool = False
-    """Whether the blocks of a layer have the same rotation."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LohaOptions:
-    """Options of `peft: loha`."""
-
-    r: int = 8
-    """Rank of both factors."""
-    alpha: int = 8
-    """Scale of the adapter: it is multiplied by alpha / r."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LokrOptions:
-    """Options of `peft: lokr`."""
-
-    r: int = 8
-    """Rank of the large factor of the Kronecker product."""
-    alpha: int = 8
-    """Scale of the adapter: it is multiplied by alpha / r."""
-    decompose_both: bool = False
-    """Whether the small factor has this rank too."""
-    decompose_factor: int = -1
-    """Size of the small factor; -1: as near to the root of the layer's size as it divides it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ia3Options:
-    """Options of `peft: ia3`."""
-
-    feedforward_modules: list[str] | None = None
-    """Adapted layers, by Hugging Face's names, whose inputs are scaled, and not their outputs.
-    Default: the last layers of MLPs."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdapterType:
-    """A kind of adapter."""
+    """A type of adapter that PEFT's layers compute, by PEFT's name in lower case."""
 
+    name: str
     title: str
     """Its name in texts."""
     summary: str
     """What is trained, as a part of a sentence."""
+    class_path: str
+    """Module and class of its layers, a `PeftLayers` of `ftkit.models.lora.peft_layers`: imported
+    only where such an adapter is used, because it needs torch."""
     options: type[Any]
     """Its options, the keys below `peft`, with the names that PEFT has."""
-    config: str = ""
-    """PEFT's class of its settings, in the package of this name in `peft.tuners`."""
-    model: str = ""
-    """PEFT's class that adds its layers to a model."""
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[str, ...]
     """Beginnings of the names of its parameters."""
-    of_packed: bool = True
-    """Whether PEFT's layers take a quantised base layer."""
     of_training: tuple[str, ...] = ()
     """Options that the computed function does not depend on."""
     tunable: tuple[str, ...] = ()
     """Options that a resumed run may change."""
-    least: Mapping[str, float] = field(default_factory=dict)
-    """Least values of options."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Options that are sizes in layers, with the least value of each."""
     below_1: tuple[str, ...] = ()
     """Options from 0 to below 1."""
     complete: Callable[[Any, Mapping[str, Any]], Any] | None = None
@@ -129,18 +63,24 @@ class AdapterType:
     refuse: Callable[[LoraRecipe], None] | None = None
     """Refuses, by a UserError, settings of a recipe that exclude each other; None: there are none
     of its own."""
+    in_peft: Mapping[str, Any] = field(default_factory=dict)
+    """PEFT's defaults of the options that have others here."""
+    changing: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings of PEFT beside the options that change what an adapter computes, with the values,
+    beside null, that do not."""
+    neutral: tuple[str, ...] = ()
+    """Settings of PEFT beside the options that change no number of a saved adapter."""
 
-
-def _complete_oft(options: OftOptions, given: Mapping[str, Any]) -> OftOptions:
-    if options.r and "oft_block_size" not in given:
-        options = dataclasses.replace(options, oft_block_size=0)  # PEFT wants that to be written
-    if bool(options.r) == bool(options.oft_block_size):
-        raise UserError(
-            f"peft.oft_block_size is {options.oft_block_size} and peft.r is {options.r}, but one "
-            "of them has to be 0: it follows from the other. Try --peft.r 0 "
-            "--peft.oft_block_size 32."
-        )
-    return options
+    def rule_for(self, option: str, value: Any) -> str | None:
+        """Return what the value of an option has to be; None: it is that."""
+        kind = typing.get_type_hints(self.options)[option]
+        if not _is_of(kind, value):
+            return describe(kind)
+        if option in self.below_1 and not 0 <= value < 1:
+            return "from 0 to below 1"
+        if option in self.sizes and value < self.sizes[option]:
+            return f"at least {self.sizes[option]}"
+        return None
 
 
 def _refuse_of_lora(recipe: LoraRecipe) -> None:
@@ -187,67 +127,22 @@ def _check_experts(recipe: LoraRecipe) -> None:
             )
 
 
-PEFT_TYPES = {
-    LORA: AdapterType(
-        title="LoRA",
-        summary="low-rank matrices, by the keys lora_*",
-        options=LoraOptions,
-        parameters=("lora_",),
-        refuse=_refuse_of_lora,
-    ),
-    "vera": AdapterType(
-        title="VeRA",
-        summary="two vectors for each layer, between random matrices that all layers share",
-        options=VeraOptions,
-        config="VeraConfig",
-        model="VeraModel",
-        parameters=("vera_lambda_",),
-        of_training=("vera_dropout", "d_initial"),
-        tunable=("vera_dropout",),
-        least={"r": 1, "projection_prng_key": 0},
-        below_1=("vera_dropout",),
-    ),
-    "oft": AdapterType(
-        title="OFT",
-        summary="rotations of the inputs of each layer, block by block",
-        options=OftOptions,
-        config="OFTConfig",
-        model="OFTModel",
-        parameters=("oft_R",),
-        least={"r": 0, "oft_block_size": 0},
-        complete=_complete_oft,
-    ),
-    "loha": AdapterType(
-        title="LoHa",
-        summary="the product, number by number, of two low-rank matrices",
-        options=LohaOptions,
-        config="LoHaConfig",
-        model="LoHaModel",
-        parameters=("hada_",),
-        of_packed=False,
-        least={"r": 1, "alpha": 1},
-    ),
-    "lokr": AdapterType(
-        title="LoKr",
-        summary="a Kronecker product of a small and a low-rank matrix",
-        options=LokrOptions,
-        config="LoKrConfig",
-        model="LoKrModel",
-        parameters=("lokr_",),
-        of_packed=False,
-        least={"r": 1, "alpha": 1},
-    ),
-    "ia3": AdapterType(
-        title="(IA)3",
-        summary="one factor for each output, or input, of a layer",
-        options=Ia3Options,
-        config="IA3Config",
-        model="IA3Model",
-        parameters=("ia3_l",),
-    ),
-}
-"""Types by name: PEFT's, in lower case. A new one is a row and its options here, and its first
-values in `ftkit.models.lora.peft_layers`."""
+ADAPTER_TYPES = Registry(
+    "adapter_types",
+    (AdapterType,),
+    core=[
+        AdapterType(
+            name=LORA,
+            title="LoRA",
+            summary="low-rank matrices, by the keys lora_*",
+            class_path="ftkit.models.lora.lora_type.LoraLayers",
+            options=LoraOptions,
+            parameters=("lora_",),
+            refuse=_refuse_of_lora,
+        ),
+    ],
+)
+"""Types by name. A new one is a row with its options, and the class of its layers."""
 
 _OF_LORA = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_experts", "lora_variant", "lora_init"),
@@ -275,17 +170,30 @@ def method_text(method: str, peft: Any) -> str:
 
 def peft_type(recipe: Lora) -> AdapterType:
     """Return a recipe's type of adapter."""
-    return _type_of(recipe.peft)
+    return type_of(recipe.peft)
 
 
-def _type_of(component: Component) -> AdapterType:
+def type_of(component: Component) -> AdapterType:
+    """Return the type of adapter that a component names.
+
+    Raises:
+        UserError: there is none of this name.
+    """
     name: Any = component["class_path"]
-    if name not in PEFT_TYPES:
+    row = ADAPTER_TYPES.get(name) if isinstance(name, str) else None
+    if row is None:
+        known = ADAPTER_TYPES.names
         raise UserError(
-            f"peft is {name!r}, but must be one of: {', '.join(PEFT_TYPES)}. "
-            f"Try --peft {nearest(str(name), PEFT_TYPES) or LORA}."
+            f"peft is {name!r}, but must be one of: {', '.join(known)}. "
+            f"Try --peft {nearest(str(name), known) or LORA}."
         )
-    return PEFT_TYPES[name]
+    return row
+
+
+def type_title(name: str) -> str:
+    """Return the name in texts of a type of adapter; one that is not here is called by its name."""
+    row = ADAPTER_TYPES.get(name)
+    return name if row is None else row.title
 
 
 def peft_options(component: Component) -> Any:
@@ -295,26 +203,17 @@ def peft_options(component: Component) -> Any:
         UserError: unknown type or option, or a value that it cannot have.
     """
     name, given = component["class_path"], component["init_args"]
-    row = _type_of(component)
-    options = row.options
-    kinds = typing.get_type_hints(options)
+    row = type_of(component)
+    kinds = typing.get_type_hints(row.options)
     for key, value in given.items():
         if key not in kinds:
             raise unknown_option("peft", str(key), name, kinds, "Its keys begin with lora_.")
-        default = getattr(options(), key)
-        if value is None or value == default:
+        default = getattr(row.options(), key)
+        if value is None or value == default or (rule := row.rule_for(key, value)) is None:
             continue
         example = "'[down_proj]'" if kinds[key] == list[str] | None else default or 32
-        if not _is_of(kinds[key], value):
-            rule = describe(kinds[key])
-        elif key in row.below_1 and not 0 <= value < 1:
-            rule = "from 0 to below 1"
-        elif key in row.least and value < row.least[key]:
-            rule = f"at least {row.least[key]:g}"
-        else:
-            continue
         raise UserError(f"peft.{key} is {value!r}, but must be {rule}. Try --peft.{key} {example}.")
-    found = options(**{key: value for key, value in given.items() if value is not None})
+    found = row.options(**{key: value for key, value in given.items() if value is not None})
     return found if row.complete is None else row.complete(found, given)
 
 
@@ -338,7 +237,6 @@ def check_peft(recipe: LoraRecipe) -> None:
     peft_options(recipe.peft)
     if name != LORA:
         _check_no_lora(recipe)
-        check_packed(recipe)
     for key, pattern in (("only", recipe.train.only), ("freeze", recipe.train.freeze)):
         if pattern is not None:
             raise UserError(
@@ -403,20 +301,7 @@ def check_targets(facts: Facts) -> list[str]:
     return [f"lora_targets chooses the layers: {', '.join(ignored)} has no effect."] * bool(ignored)
 
 
-def check_packed(lora: Lora) -> None:
-    """Refuse a quantised base model below a type whose layers need the shape of its weights.
-
-    Raises:
-        UserError: names both.
-    """
-    if is_quantised(lora) and not peft_type(lora).of_packed:
-        raise UserError(
-            f"quantize is {lora.quantize} and peft is {peft_name(lora)}, whose layers in PEFT "
-            "have the shape of the base layer's weight, which is packed. Try --quantize null, or "
-            "--peft vera."
-        )
-
-
 def is_adapter(name: str) -> bool:
     """Return whether a parameter belongs to an adapter, of any type."""
-    return any(f".{start}" in name for kind in PEFT_TYPES.values() for start in kind.parameters)
+    rows = (*ADAPTER_TYPES, *ADAPTER_TYPES.opened.values())
+    return any(f".{start}" in name for row in rows for start in row.parameters)

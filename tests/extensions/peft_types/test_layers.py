@@ -12,14 +12,13 @@ from torch import Tensor
 from transformers_models import make_transformers_model
 
 from ftkit.errors import UserError
+from ftkit.extensions.peft_types.layers import Vera
 from ftkit.models.flops import flops_per_token
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.layers import AdapterSwitch
-from ftkit.models.lora.peft_layers import projections
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.peft_types import PEFT_TYPES
 from ftkit.recipe.plan import make_plan
 
 TOLERANCE = 1e-5
@@ -95,8 +94,8 @@ def test_an_adapter_made_by_peft_continues_here(
     options = {key.partition("__")[2]: v for key, v in TYPES[name].items() if "__" in key}
     if name == "ia3":
         options = {"feedforward_modules": ["down_proj"]}
-    make = getattr(peft, PEFT_TYPES[name].config)
-    config = make(target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    layers = {"peft_type": name.upper(), "target_modules": ["v_proj", "down_proj"]}
+    config = peft.get_peft_config(layers | {"task_type": "CAUSAL_LM", **options})
     model: Any = AutoModelForCausalLM.from_pretrained(llama.directory, dtype=torch.float32)
     model = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(1)
@@ -125,7 +124,8 @@ def test_the_matrices_of_vera_follow_from_their_seed_as_in_peft(
     torch.testing.assert_close(found, logits(model), rtol=0, atol=TOLERANCE)
     assert json.loads((adapter / "adapter_config.json").read_text())["projection_prng_key"] == 3
     other = lora_recipe(llama, **TYPES["vera"], peft__projection_prng_key=4)
-    assert not torch.equal(projections(other, 96, 96)[0], projections(recipe, 96, 96)[0])
+    first, second = (Vera(one).projections(96, 96)[0] for one in (other, recipe))
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", TYPES)
