@@ -147,7 +147,11 @@ def _become(call: Mapping[str, Any], ends: list[int]) -> None:
     _show(words, dict(os.environ))
     for finaliser in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finaliser.atexit = False  # of the libraries, which the program may never import
-    for name in _modules_of_ours():
+    ours = _modules_of_ours()
+    if OURS in ours and ours[OURS] is _IMPORTED.get(OURS):
+        # What the starting program has imported since: tables of rows refer to it.
+        _IMPORTED.update(ours)
+    for name in ours:
         del sys.modules[name]
     _interpret(words)
 
