@@ -99,7 +99,9 @@ def key_types(method: Method) -> dict[str, Any]:
 
 def field_type(field: "dataclasses.Field[Any]") -> Any:
     """Type of the values of a field; where they name rows of a registry, a Literal of the names."""
-    kind = typing.cast(Any, field.type).__origin__  # without its class on resume
+    kind: Any = field.type
+    if typing.get_origin(kind) is typing.Annotated:  # with its class on resume, in recipes
+        kind = kind.__origin__
     if (names := field.metadata.get("names")) is None:
         return kind
     name: Any = Literal.__getitem__(tuple(names()))

@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outlined(directory: Path, method: Any, **keys: Any) -> tuple[LanguageModel, Any]:
     pairs = {"checkpoint_dir": str(directory)} | {k.replace("__", "."): v for k, v in keys.items()}
     recipe = read_recipe([], list(pairs.items()), method=method)
-    model = outline(open_base(str(directory), recipe.model_implementation), recipe, torch.float32)
+    model = outline(open_base(str(directory), recipe.implementation), recipe, torch.float32)
     return model, recipe
 
 
@@ -58,7 +58,7 @@ def test_the_parameters_without_decay_are_those_of_the_trainer(
     trainer: Any = Trainer.get_decay_parameter_names
     expected = {name for name, _ in theirs.named_parameters()} - set(trainer(None, theirs))
     model, recipe = outlined(directory, "full", model_implementation=implementation)
-    base = open_base(str(directory), recipe.model_implementation)
+    base = open_base(str(directory), recipe.implementation)
     spared = {id(parameter) for parameter in norms_and_biases(model)}
     found: set[str] = set()
     for ours, parameter in model.named_parameters():

@@ -146,10 +146,6 @@ def save(
 
 def _settings_of(known: LitgptArchitecture) -> dict[str, Any] | None:
     """Make a config.json for a model that LitGPT knows; None: its sizes are not enough."""
-    from litgpt.config import Config
-
-    from ftkit.extensions.litgpt import families
-
     config = Config.from_name(known.name)  # with its whole context
     sizes = families.shared_settings(config)
     if config.n_expert:
