@@ -55,6 +55,7 @@ class StoredWeights(ABC):
         Raises:
             UserError: these weights have no form that can be kept.
         """
+        # Not abstract: a form that cannot stay has nothing to keep, and is never asked.
         raise NotImplementedError
 
 

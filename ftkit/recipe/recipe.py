@@ -530,9 +530,9 @@ class Lora:
     peft: Fixed[Component] = field(
         default_factory=lambda: Component(class_path="lora", init_args={})
     )
-    """Kind of adapter, computed by PEFT's layers: lora, by the keys lora_*, or vera, oft, loha,
-    lokr or ia3; --peft.help lists them. Options as --peft.NAME VALUE. All kinds adapt the layers
-    that lora_targets, or lora_query and its like, choose."""
+    """Type of adapter, computed by PEFT's layers: lora, by the keys lora_*, or another that
+    --peft.help lists, such as vera. Options as --peft.NAME VALUE. All types adapt the layers that
+    lora_targets, or lora_query and its like, choose."""
     quantize: Fixed[Quantization | None] = None
     """Quantize the frozen base model with bitsandbytes (QLoRA). stored: keep the weights that its
     files have in FP8 or MXFP4 in this form, with the same numbers."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.extensions.litgpt import families
-from ftkit.extensions.litgpt.families import AttentionBiasConfig, Family, Settings
+from ftkit.extensions.litgpt.families import AttentionBiasConfig, Family
 from ftkit.models.architectures.architecture import (
     HEAD,
     SCORE,
@@ -28,6 +28,7 @@ from ftkit.models.architectures.architecture import (
     seed_of,
 )
 from ftkit.models.architectures.checks import implausible, require_plausible, shown_setting
+from ftkit.models.architectures.implementation import Settings
 from ftkit.models.meta_device import on_meta_device
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.json_values import from_json

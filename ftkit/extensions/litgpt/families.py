@@ -11,9 +11,7 @@ from torch import nn
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Fused, Naming
-
-Settings = Mapping[str, Any]
-"""The content of a config.json."""
+from ftkit.models.architectures.implementation import Settings
 
 
 @dataclass(frozen=True)

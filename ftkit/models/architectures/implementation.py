@@ -16,23 +16,17 @@ class Code(Protocol):
     def read(
         self, directory: Path, settings: Settings, name: str, layout: ModelLayout
     ) -> Architecture:
-        """Read the architecture of the model in a directory.
-
-        Args:
-            directory: with the settings files of its layout.
-            settings: the content of its config.json; empty if there is none.
-            name: of the model.
-            layout: of the directory.
+        """Read the architecture of the model in a directory; arguments as of `read_architecture`.
 
         Raises:
-            UserError: it cannot run this model exactly.
-            Exception: the settings do not describe a whole model.
+            UserError: it cannot run this model exactly, or the settings do not describe one.
         """
 
     def chosen(self, directory: Path, settings: Settings, name: str) -> Architecture | None:
-        """Architecture of a Hugging Face directory that it computes where none is asked for.
+        """Return the architecture of a Hugging Face directory if this code is to compute it.
 
-        None: it cannot compute the model, or what is learned would depend on which of both does.
+        It is asked where the recipe names no implementation. None: transformers computes the
+        model, because this code cannot, or would learn something else.
         """
 
     def known(

@@ -1,6 +1,7 @@
 """PEFT's layers around those of a model, and what each type of adapter does with them."""
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ AdapterFiles = tuple[dict[str, Tensor], dict[str, str], Any]
 
 
 class PeftLayers:
-    """What is special in the layers of one type of adapter."""
+    """What is special in the layers of one type of adapter; what is not abstract does nothing."""
 
     dropout: ClassVar[str | None] = None
     """Attribute of a layer that holds its dropout by the name of the adapter; None: it has none."""
@@ -36,6 +37,7 @@ class PeftLayers:
     def check(self, base: BaseModel, layers: Sequence[str]) -> None:
         """Refuse, by a UserError, layers whose adapter could not be saved, by our names of them."""
 
+    @abstractmethod
     def add(self, model: nn.Module, base: BaseModel, targets: list[str]) -> None:
         """Put PEFT's layers around the chosen ones; no memory is taken.
 
@@ -47,7 +49,6 @@ class PeftLayers:
         Raises:
             UserError: an option does not fit a layer.
         """
-        raise NotImplementedError
 
     def first_number(self, name: str) -> float | None:
         """Return the first value of all numbers of a parameter; None: they are drawn at random."""
@@ -68,9 +69,9 @@ class PeftLayers:
         """
         yield from ()
 
+    @abstractmethod
     def files(self, adapter: Mapping[str, Tensor], base: BaseModel) -> AdapterFiles:
         """Return the content of an adapter's files by our names and values of its parameters."""
-        raise NotImplementedError
 
     def take_beside(self, stored: dict[str, Tensor], directory: Path) -> None:
         """Remove what belongs to no layer from the tensors of an adapter, by PEFT's names of them.
@@ -79,6 +80,7 @@ class PeftLayers:
             UserError: it is not what the layers are filled with.
         """
 
+    @abstractmethod
     def merged(self, layer: Any, values: Mapping[str, Tensor], kind: str, base: Tensor) -> Tensor:
         """Merge an adapter into a parameter of a base layer as PEFT does, in float32.
 
@@ -88,7 +90,6 @@ class PeftLayers:
             kind: one of `merged_kinds`.
             base: the base layer's, weight [out, in] or bias [out]; it stays as it is.
         """
-        raise NotImplementedError
 
 
 def layers_of(lora: Lora) -> PeftLayers:
