@@ -16,7 +16,8 @@ from ftkit.recipe.options import (
     GenerateOptions,
     PlanOptions,
 )
-from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
+from ftkit.recipe.recipe import FINETUNE
+from ftkit.recipe.recipe_sections import CORE_RECIPES
 from ftkit.utils.registry import Registry
 
 _ELSEWHERE = {
@@ -34,7 +35,7 @@ _FINETUNING = tuple(
     Command(
         name=name,
         summary=_FINETUNE_SUMMARY[name],
-        text=str(RECIPE_OF[method].__doc__),
+        text=str(CORE_RECIPES[method].__doc__),
         options=FinetuneOptions,
         function="ftkit.launch.supervisor:run_finetuning",
         usage=("[RECIPE.yaml ...] [CHECKPOINT_DIR] [--KEY VALUE ...]",),

@@ -20,6 +20,7 @@ from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.recipe.readers import READERS
+from ftkit.recipe.recipe_sections import SECTIONS
 from ftkit.recipe.strategy_rows import STRATEGIES
 from ftkit.runs.launchers import LAUNCHERS
 from ftkit.utils.progress import print_shown
@@ -44,6 +45,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,
+    SECTIONS,
     STORED_FORMS,
     STRATEGIES,
     TASK_PROGRAMS,

@@ -21,7 +21,7 @@ from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import BITSANDBYTES, TORCH, TORCHAO
 from ftkit.recipe.parsing import add_recipe_keys
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import FINETUNE, RECIPE_OF
+from ftkit.recipe.recipe import FINETUNE
 from ftkit.recipe.recipe_keys import (
     ALLOWED_PACKAGES,
     COMPONENTS,
@@ -30,6 +30,7 @@ from ftkit.recipe.recipe_keys import (
     key_types,
     placeholder_of,
 )
+from ftkit.recipe.recipe_sections import recipe_type
 from ftkit.recipe.strategy_rows import STRATEGIES, strategy_names
 from ftkit.utils.imports import quick_imports, silence_libraries
 from ftkit.utils.names import nearest
@@ -180,7 +181,7 @@ def _command_parser(command: Command) -> ArgumentParser:
         group = parser.add_argument_group("Data, optimizers, strategies and others by name")
         for component in components:
             if command.name in FINETUNE:
-                recipe: type = RECIPE_OF[FINETUNE[command.name]]
+                recipe: type = recipe_type(FINETUNE[command.name])
                 texts = field_texts(recipe)
                 if component not in texts:
                     continue

@@ -14,7 +14,7 @@ from ftkit.errors import UserError
 from ftkit.evaluation.prompting import Prompting, prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.models.architectures.architecture import HEAD
-from ftkit.models.language_model import LanguageModel, outline, outline_plain
+from ftkit.models.language_model import LanguageModel, outline, outline_plain, round_layers
 from ftkit.models.load_weights import Whole, fill
 from ftkit.models.lora.adapter_files import check_shapes, read_adapter
 from ftkit.models.pretrained.added_tokens import with_added_tokens
@@ -32,7 +32,7 @@ from ftkit.models.pretrained.reward_model import as_reward_model
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.peft_adapter import CONFIG
 from ftkit.recipe.plan import Plan, make_plan
-from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Qat, Quantization, Recipe, Train
+from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
 from ftkit.strategies.state import PARAMETER
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.progress import OnProgress
@@ -77,7 +77,6 @@ def plan_use(
         strategy=Component(class_path="single", init_args={}),
         compile=False,
         kernels="torch",
-        float8=False,
     )
     devices = find_devices(recipe.accelerator, recipe.devices, here=True)
     # GPUs before Ampere have no arithmetic in bfloat16.
@@ -252,7 +251,7 @@ def load_result(
     dtype: torch.dtype,
     compute_dtype: torch.dtype | None = None,
     quantize: Quantization | None = None,
-    qat: Qat | None = None,
+    rounds: bool = False,
     base: str | None = None,
     progress: OnProgress = lambda *_: None,
 ) -> Loaded:
@@ -264,7 +263,7 @@ def load_result(
         dtype: number format of the parameters that are not quantised.
         compute_dtype: number format of the arithmetic of quantised layers. Default: dtype.
         quantize: how the weights of the blocks are stored; None: in `dtype`.
-        qat: what a full fine-tune is rounded to; None: to nothing.
+        rounds: whether a full fine-tune computes from the rounded numbers of its run.
         base: where the base model is, if not where the run had it.
         progress: called with (parts done, parts in all).
 
@@ -279,10 +278,8 @@ def load_result(
     else:
         found = open_result(result, base)
         model = outline_plain(found, dtype, compute_dtype, tied=found.tied, kind=quantize)
-        if qat is not None:
-            from ftkit.models.torchao_layers import round_in_forward  # takes a second
-
-            round_in_forward(model.body, qat)
+        if rounds and result.recipe is not None:
+            round_layers(model.body, found, result.recipe, trains=False)
         model.requires_grad_(False)
         # Weights stream from the files into the model: no second copy in memory.
         source = None if result.kind == "model" else full_weights(result, found)

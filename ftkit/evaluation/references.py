@@ -30,7 +30,8 @@ from ftkit.models.pretrained.base_model import BaseModel, fingerprint
 from ftkit.objectives.reference import Computed, Reference, sequence_log_probabilities
 from ftkit.objectives.reference_values import ReferenceCache, ReferenceValues, read_values
 from ftkit.recipe.plan import Plan
-from ftkit.recipe.recipe import LoraRecipe, Qat
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.recipe.recipe_sections import without_rounding
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
@@ -110,7 +111,7 @@ def reference_model(
         if is_own:
             kernel = model.kernel
             # A reference is not rounded, whether it is computed before training or beside it.
-            plain = dataclasses.replace(recipe, float8=False, qat=Qat())
+            plain = without_rounding(recipe)
             model = outline(base, plain, parameter_dtype(plan), compute_dtype(plan))
             model.kernel = kernel
         return frozen(

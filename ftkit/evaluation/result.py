@@ -44,7 +44,8 @@ from ftkit.recipe.peft_adapter import (
     noted_tokens,
     peft_settings,
 )
-from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Qat, Quantization, Recipe
+from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
+from ftkit.recipe.recipe_sections import rounding_of, without_rounding
 from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import Report, read_report
@@ -112,11 +113,9 @@ class Result:
         return self.recipe.quantize if isinstance(self.recipe, LoraRecipe) else None
 
     @property
-    def qat(self) -> Qat | None:
+    def rounding(self) -> str | None:
         """What the weights were rounded to in its run, and will be where they are served."""
-        if self.recipe is None or self.recipe.qat.weights is None:
-            return None
-        return self.recipe.qat
+        return None if self.recipe is None else rounding_of(self.recipe, trains=False)
 
     @property
     def fingerprint(self) -> str | None:
@@ -203,7 +202,7 @@ def base_result(result: Result, base: str | None = None) -> Result:
         )
     directory = find_or_download(name)
     # It was not trained to be rounded.
-    recipe = None if result.recipe is None else dataclasses.replace(result.recipe, qat=Qat())
+    recipe = None if result.recipe is None else without_rounding(result.recipe)
     return dataclasses.replace(
         result, name=name, kind="model", directory=directory, base=None, recipe=recipe
     )

@@ -23,7 +23,7 @@ from ftkit.models.generation import Context, Sampling, TextStream, answer_in_tok
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.options import AnswerOptions, UseOptions
 from ftkit.recipe.plan import Plan
-from ftkit.recipe.recipe import Qat, Quantization
+from ftkit.recipe.recipe import Quantization
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.strategy import compute_dtype, make_strategy, parameter_dtype, set_arithmetic
 from ftkit.utils.console.display import Display
@@ -38,15 +38,10 @@ class Session:
     plan: Plan
     device: torch.device
     quantize: Quantization | None
-    qat: Qat | None
-    """What its weights are rounded to, as in training; None: they are not rounded."""
+    rounding: str | None
+    """Format of its weights in words, if they are quantised or rounded."""
     context: Context
     """Context manager for every call of the model."""
-
-    @property
-    def rounding(self) -> str | None:
-        """Format of its weights in words, if they are quantised or rounded."""
-        return self.quantize if self.qat is None else self.qat.text
 
 
 def plan_session(result: Result, options: UseOptions) -> tuple[Plan, Quantization | None]:
@@ -73,7 +68,7 @@ def start_session(result: Result, options: UseOptions) -> Session:
         UserError: something is missing, does not fit together, or is too large for the device.
     """
     plan, quantize = plan_session(result, options)
-    qat = result.qat if options.quantize is None else None
+    rounded = result.rounding if options.quantize is None else None
     device = make_device(plan.accelerator)
     with (
         Display(None, stream=sys.stderr) as display,
@@ -88,7 +83,7 @@ def start_session(result: Result, options: UseOptions) -> Session:
                 dtype=parameter_dtype(plan),
                 compute_dtype=compute_dtype(plan),
                 quantize=quantize,
-                qat=qat,
+                rounds=rounded is not None,
                 base=options.base,
                 progress=phase.advance,
             )
@@ -105,7 +100,7 @@ def start_session(result: Result, options: UseOptions) -> Session:
         plan=plan,
         device=device,
         quantize=quantize,
-        qat=qat,
+        rounding=rounded or quantize,
         # Autocast where the run computed in mixed precision.
         context=make_strategy(plan).precision.forward_context,
     )

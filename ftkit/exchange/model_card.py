@@ -21,7 +21,7 @@ from ftkit.models.pretrained.hub import (
 from ftkit.recipe.adapter_types import LORA, type_title
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores
-from ftkit.recipe.recipe import Component, Qat
+from ftkit.recipe.recipe import Component
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.report import Report, Resolved
@@ -388,8 +388,8 @@ def _kind_text(kind: CardKind, report: Report) -> str:
 def _method(report: Report) -> str:
     recipe, resolved = report.recipe, report.resolved
     text = "full fine-tuning"
-    if rounded := Qat(**recipe.get("qat", {})).text:
-        text += f", quantisation-aware for {rounded}"
+    if resolved is not None and resolved.rounding is not None:
+        text += f", {resolved.rounding}"
     if report.method == "lora":
         stored = recipe.get("quantize")
         variant = recipe.get("lora_variant", "lora")

@@ -26,6 +26,7 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
 from ftkit.models.trained_part import freeze_rest
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
+from ftkit.recipe.recipe_sections import rounding_section
 
 
 class LanguageModel(nn.Module):
@@ -143,20 +144,7 @@ def outline(
         tied=base.tied if tie_embeddings is None else tie_embeddings,
         kind=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
     )
-    if recipe.rounding is not None:
-        # Imported here: torchao takes a second, and may not be installed.
-        from ftkit.models.torchao_layers import (
-            compute_in_float8,
-            require_text_alone,
-            round_in_forward,
-        )
-
-        with on_meta_device():
-            if recipe.float8:
-                compute_in_float8(model.body)
-            else:
-                require_text_alone(base, recipe.qat)
-                round_in_forward(model.body, recipe.qat)
+    round_layers(model.body, base, recipe, trains=True)
     if isinstance(recipe, LoraRecipe):
         with on_meta_device():
             add_adapter(model, base, recipe)
@@ -181,6 +169,24 @@ def outline(
     if model.lora is not None:
         layers_of(model.lora).cast(model, compute_dtype or dtype)
     return model
+
+
+def round_layers(body: Body, base: BaseModel, recipe: Recipe, *, trains: bool) -> None:
+    """Replace layers by those that compute from rounded numbers, if a section of the recipe says.
+
+    Args:
+        body: of a model on the meta device.
+        base: the model that it computes.
+        recipe: of a run.
+        trains: False: its result is used.
+
+    Raises:
+        UserError: the section cannot round these layers.
+    """
+    if (section := rounding_section(recipe, trains=trains)) is not None:
+        module, _, function = section.layers.partition(":")
+        with on_meta_device():
+            getattr(importlib.import_module(module), function)(body, base, recipe, trains)
 
 
 def trained_router_loss(

@@ -56,6 +56,7 @@ from ftkit.recipe.recipe import (
     Recipe,
     Train,
 )
+from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import CountedSteps, make_schedule
@@ -250,7 +251,7 @@ class Planned:
             "precision": plan.precision,
             "optimizer": plan.recipe.optimizer["class_path"],
             "quantize": getattr(plan.recipe, "quantize", None),
-            "rounding": plan.recipe.rounding,
+            "rounding": rounding_of(plan.recipe),
             "activation_checkpointing": plan.recipe.memory.activation_checkpointing,
             "global_batch_size": train.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,

@@ -21,6 +21,7 @@ from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.lora_layers import adapted_text
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import LoraRecipe, Recipe
+from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.strategies.step_memory import CATEGORIES
 from ftkit.utils.console.formatting import bytes_text, count_text, percent_text
 from ftkit.utils.console.html import block, escaped, grid, labelled, styled
@@ -189,7 +190,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     settings = [f"{plan.world_size} x {plan.kind.noun}", plan.strategy, plan.precision]
     if quantize:
         settings.append(quantize)
-    settings += [plan.recipe.rounding] if plan.recipe.rounding else []
+    settings += [rounded] if (rounded := rounding_of(plan.recipe)) else []
     if every := int(plan.recipe.memory.activation_checkpointing):
         blocks = f" of 1 block in {every}" if every > 1 else ""
         where = " in host memory" * plan.recipe.memory.offload_activations
@@ -397,7 +398,7 @@ def _devices(planned: Planned) -> str:
 def _precision(planned: Planned) -> str:
     recipe = planned.plan.recipe
     quantize = recipe.quantize if isinstance(recipe, LoraRecipe) else None
-    return " ".join(filter(None, (planned.plan.precision, quantize, recipe.rounding)))
+    return " ".join(filter(None, (planned.plan.precision, quantize, rounding_of(recipe))))
 
 
 def _batch(planned: Planned) -> str:

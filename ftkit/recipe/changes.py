@@ -4,19 +4,29 @@ Fixed keys decide what is learned, tunable ones how it is learned, all others ti
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from ftkit.recipe.adapter_types import peft_options, peft_type
+from ftkit.recipe.key_types import Kind
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import family_of
 from ftkit.recipe.parsing import to_dict
-from ftkit.recipe.recipe import Kind, LoraRecipe, Recipe
+from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.recipe.recipe_keys import key_fields, kind_on_resume
+from ftkit.recipe.recipe_sections import recipe_type
 
-KIND_OF: dict[str, Kind] = {key: kind_on_resume(field) for key, field in key_fields(LoraRecipe)}
-"""Every key of a recipe. Some need a further look: `data` is known by its fingerprint but for the
-keys of _DATA_DEFAULTS, and an optimizer is tunable within a family."""
+
+@functools.cache
+def kinds() -> dict[str, Kind]:
+    """Return whether a resumed run may change a key, of every key of recipes.
+
+    Some need a further look: `data` is known by its fingerprint but for the keys of _DATA_DEFAULTS,
+    and an optimizer is tunable within a family.
+    """
+    return {key: kind_on_resume(field) for key, field in key_fields(recipe_type("lora"))}
+
 
 _DATA_DEFAULTS: dict[str, Any] = {
     "mask_prompt": False,
@@ -93,8 +103,8 @@ def _kind(key: str) -> Kind:
         is_fixed = rest in _DATA_DEFAULTS or rest.startswith("sources[")
         return "fixed" if is_fixed else "hardware"
     if key.startswith("eval.sets."):
-        return KIND_OF["eval.sets"]
-    return KIND_OF[head if head in ("optimizer", "objective", "peft") else key]
+        return kinds()["eval.sets"]
+    return kinds()[head if head in ("optimizer", "objective", "peft") else key]
 
 
 def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
@@ -114,7 +124,7 @@ def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
             yield name, value["class_path"]
             options = dataclasses.asdict(peft_options(value))
             yield from ((f"peft.{key}", v) for key, v in options.items())
-        elif isinstance(value, dict) and name not in KIND_OF:
+        elif isinstance(value, dict) and name not in kinds():
             plain = {key: item for key, item in value.items() if (name, key) != ("eval", "sets")}
             yield from ((f"{name}.{key}", item) for key, item in plain.items())
         else:

@@ -30,10 +30,9 @@ from ftkit.recipe.readers import (
     readers_of,
     translated,
 )
-from ftkit.recipe.recipe import RECIPE_OF, Component, Lora, Method, Recipe
+from ftkit.recipe.recipe import Component, Lora, Method, Recipe
 from ftkit.recipe.recipe_keys import (
     COMPONENTS,
-    GROUPS,
     LORA_KEYS,
     MAPPINGS,
     ONE_OF,
@@ -47,10 +46,12 @@ from ftkit.recipe.recipe_keys import (
     example_of,
     flatten,
     is_text,
+    key_groups,
     key_types,
     plain,
     shown_value,
 )
+from ftkit.recipe.recipe_sections import recipe_type, sections
 from ftkit.recipe.translation import Translation
 from ftkit.utils.json_values import for_json, without_secrets
 from ftkit.utils.names import leaves
@@ -233,12 +234,14 @@ def add_recipe_keys(parser: "ArgumentParser", method: Method) -> None:
 
     jsonargparse would have a key for each entry of a `Component`, and load what it names.
     """
-    recipe_class = RECIPE_OF[method]
+    recipe_class = recipe_type(method)
     parser.add_class_arguments(Recipe, skip=set(COMPONENTS))
     assert parser.groups is not None
     parser.groups["Recipe"].title = "Model, hardware and training"
     if issubclass(recipe_class, Lora):
         parser.add_class_arguments(Lora, skip={"peft"})
+    for section in sections():
+        parser.add_class_arguments(section.keys)
     parser.set_defaults(
         {f.name: f.default for f in dataclasses.fields(recipe_class) if f.name == "out_dir"}
     )
@@ -356,7 +359,7 @@ def _assign(merged: dict[str, Any], key: str, value: Any) -> None:
             _assign(merged, leaf, item)
         return
     # A whole group can only be set as a mapping; an empty one in a file leaves its defaults.
-    if key in GROUPS:
+    if key in key_groups():
         if value is not None:
             example = next(name for name in key_types("full") if name.startswith(f"{key}."))
             raise UserError(
@@ -472,7 +475,7 @@ def _without_others(field: str, arguments: dict[str, Any], given: Iterable[str])
 
 
 def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
-    recipe_class = RECIPE_OF[method]
+    recipe_class = recipe_type(method)
     from jsonargparse import ArgumentError
 
     parser = _parser(method)
@@ -522,7 +525,7 @@ def _without_empty(merged: dict[str, Any], method: Method) -> dict[str, Any]:
 
     given: dict[str, Any] = {}
     for name, value in merged.items():
-        if name in GROUPS:
+        if name in key_groups():
             given[name] = {k: v for k, v in value.items() if kept(f"{name}.{k}", v)}
         elif kept(name, value):
             given[name] = value

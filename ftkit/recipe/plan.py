@@ -17,7 +17,7 @@ from ftkit.recipe.objectives import check_objective, model_beside, objective_rul
 from ftkit.recipe.optimizers import check_optimizer, check_optimizer_bits
 from ftkit.recipe.quantizations import check_quantize, check_shared_base
 from ftkit.recipe.recipe import Precision, Recipe
-from ftkit.recipe.rounding import check_rounding
+from ftkit.recipe.recipe_sections import check_sections
 from ftkit.recipe.sections import check_best, check_memory, check_ranges
 from ftkit.recipe.strategies import check_float16, check_strategy, resolve_strategy
 from ftkit.recipe.strategy_rows import strategy_rules
@@ -163,7 +163,7 @@ _RULES: tuple[Rule, ...] = (
     check_quantize,
     check_optimizer_bits,
     check_kernels,
-    check_rounding,
+    check_sections,
     check_memory,
 )
 """In the order in which they are asked. The first rule that a recipe breaks refuses it."""

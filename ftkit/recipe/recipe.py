@@ -6,60 +6,27 @@ whether a resumed run may change it (`ftkit.recipe.changes`).
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypedDict
 
 from ftkit.recipe.implementations import AUTO, implementation_names
+from ftkit.recipe.key_types import (
+    FRACTION,
+    SHARE,
+    Fixed,
+    Hardware,
+    Range,
+    Tunable,
+    above_0,
+    at_least,
+    not_negative,
+)
 from ftkit.recipe.loggers import CSV, logger_names
-
-_Value = TypeVar("_Value")
-Kind = Literal["fixed", "tunable", "hardware"]
-"""Whether a resumed run may change a key."""
-Fixed = Annotated[_Value, "fixed"]
-"""A key that decides what is learned: it must stay equal."""
-Tunable = Annotated[_Value, "tunable"]
-"""A key that decides how it is learned: it may change, with a notice."""
-Hardware = Annotated[_Value, "hardware"]
-"""A key that decides time, memory, or what is written and shown: it may change."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers that a key may have; it may have no number, or a word, as its type says."""
-
-    rule: str
-    """What they must do, as a part of a sentence: be at least 1."""
-    holds: Callable[[float], bool]
-    example: str
-    """A value that works."""
-
-
-def at_least(least: int) -> Range:
-    """Numbers from `least`."""
-    return Range(f"be at least {least}", lambda number: number >= least, str(least))
-
-
-def above_0(example: str) -> Range:
-    """Numbers above 0, such as the example."""
-    return Range("be above 0", lambda number: 0 < number < math.inf, example)
-
-
-def not_negative(example: str) -> Range:
-    """0 and the numbers above it, such as the example."""
-    rule = "be a finite number of at least 0"
-    return Range(rule, lambda number: 0 <= number < math.inf, example)
-
-
-FRACTION = Range("lie between 0 and 1", lambda number: 0 <= number <= 1, "0.1")
-SHARE = Range("lie in [0, 1)", lambda number: 0 <= number < 1, "0.05")
 
 Precision = Literal["32-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"]
 Quantization = Literal["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "stored"]
 Method = Literal["full", "lora"]
-QatWeights = Literal["int2", "int3", "int4", "int5", "int6", "int7", "int8"]
 Kernels = Literal["auto", "torch", "liger"]
 AcceleratorKey = Literal["auto", "cpu", "cuda"] | str
 LoraVariant = Literal["lora", "dora", "rslora"]
@@ -354,32 +321,6 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qat:
-    """Quantisation-aware training: learning with the rounded numbers of serving."""
-
-    weights: Tunable[QatWeights | None] = None
-    """Only of finetune_full: round the weights of the linear layers in the blocks to these integers
-    in every forward pass, while the optimizer updates the weights themselves (pip install
-    'ftkit[torchao]'). ftkit export --format torchao then writes the rounded model. Empty: no
-    quantisation-aware training."""
-    activations: Tunable[Literal["int8"] | None] = None
-    """Round the inputs of these layers, too, with a scale for each token. Empty: they are not
-    rounded."""
-    group_size: Annotated[Tunable[int | None], at_least(2)] = 32
-    """Weights of a row that share a scale: a divisor of the widths of all these layers. Empty: a
-    row has one scale."""
-
-    @property
-    def text(self) -> str | None:
-        """What is rounded, in words; None: nothing."""
-        if self.weights is None:
-            return None
-        groups = "by row" if self.group_size is None else f"in groups of {self.group_size}"
-        inputs = f", {self.activations} inputs" if self.activations else ""
-        return f"{self.weights} weights {groups}{inputs}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Full fine-tuning: every parameter of the base model is trained."""
 
@@ -424,12 +365,6 @@ class Recipe:
     """Kernels for norms, gated MLPs, rotary embeddings and the loss. liger: Liger-Kernel, which
     needs less memory (CUDA; pip install 'ftkit[liger]'). auto: torch, until Liger-Kernel has been
     measured with ftkit on a GPU."""
-    float8: Tunable[bool] = False
-    """Only of finetune_full: compute the products of the linear layers in the blocks from float8
-    numbers of torchao, with a scale for each token and each row of a weight; gradients of weights
-    are computed as without it, and so are validation and answers. Layers whose widths are no
-    multiples of 16 stay as they are. Needs a GPU of compute capability 8.9 (CPUs emulate it, to
-    test) and pip install 'ftkit[torchao]'."""
     router_aux_loss_coef: Annotated[
         Tunable[float | Literal["model"] | None], not_negative("0.001")
     ] = None
@@ -462,7 +397,6 @@ class Recipe:
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     memory: Memory = field(default_factory=Memory)
-    qat: Qat = field(default_factory=Qat)
     optimizer: Tunable[Component] = field(
         default_factory=lambda: Component(class_path="torch.optim.AdamW", init_args={})
     )
@@ -503,13 +437,6 @@ class Recipe:
     def method(self) -> Method:
         """Whether all weights or LoRA weights are trained: `full` or `lora`."""
         return "full"
-
-    @property
-    def rounding(self) -> str | None:
-        """Rounded numbers from which linear layers compute, in words; None: their own numbers."""
-        if self.qat.text is not None:
-            return f"QAT with {self.qat.text}"
-        return "float8" if self.float8 else None
 
     @property
     def extra_loggers(self) -> tuple[str, ...]:
@@ -609,7 +536,5 @@ LAYER_SWITCHES = (
     "lora_head",
 )
 """Keys that choose the adapted layers where lora_targets does not."""
-
-RECIPE_OF: dict[Method, type[Recipe]] = {"full": Recipe, "lora": LoraRecipe}
 
 FINETUNE: dict[str, Method] = {"finetune": "lora", "finetune_lora": "lora", "finetune_full": "full"}

@@ -12,10 +12,12 @@ from typing import Any, Literal
 import yaml
 
 from ftkit.errors import UserError
+from ftkit.recipe.key_types import Kind, Range
 from ftkit.recipe.optimizers import PACKAGES
 from ftkit.recipe.plugin import own_name
 from ftkit.recipe.readers import foreign_key
-from ftkit.recipe.recipe import RECIPE_OF, Component, Kind, Lora, LoraRecipe, Method, Range, Recipe
+from ftkit.recipe.recipe import Component, Lora, LoraRecipe, Method, Recipe
+from ftkit.recipe.recipe_sections import recipe_type
 from ftkit.utils.names import leaves, nearest
 from ftkit.utils.urls import display_path
 
@@ -89,12 +91,18 @@ TEXTS_OF_DATA = frozenset(
 """Options of data whose values are texts or paths, whatever YAML would make of them."""
 
 LORA_KEYS = {field.name for field in dataclasses.fields(Lora)}
-GROUPS = {f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)}
+
+
+@functools.cache
+def key_groups() -> frozenset[str]:
+    """Return the keys of a recipe that hold keys: train, eval."""
+    fields = dataclasses.fields(recipe_type("full"))
+    return frozenset(f.name for f in fields if dataclasses.is_dataclass(f.type))
 
 
 def key_types(method: Method) -> dict[str, Any]:
     """Dotted keys of a recipe with their types."""
-    return {key: field_type(field) for key, field in key_fields(RECIPE_OF[method])}
+    return {key: field_type(field) for key, field in key_fields(recipe_type(method))}
 
 
 def field_type(field: "dataclasses.Field[Any]") -> Any:
@@ -314,7 +322,7 @@ def default_name(field: str) -> str:
 
 def example_of(key: str, method: Method, wrong: Any = None) -> str:
     """A value that the key accepts: the most similar choice, or the default."""
-    field = dict(key_fields(RECIPE_OF[method]))[key]
+    field = dict(key_fields(recipe_type(method)))[key]
     accepted = accepted_types(field_type(field))
     literals = [kind for kind in accepted if typing.get_origin(kind) is Literal]
     choices = [str(c) for kind in literals for c in typing.get_args(kind)]

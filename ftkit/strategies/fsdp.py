@@ -24,6 +24,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from ftkit.models.load_weights import Sharding
 from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.recipe.strategy_rows import FsdpOptions
 from ftkit.strategies.distributed import make_device
 from ftkit.strategies.fully_shard import (
@@ -52,7 +53,7 @@ class Fsdp(Strategy):
         super().__init__(plan)
         # FSDP casts what it gathers, but weights that the model rounds are gathered in float32:
         # rounded twice, they would be others than under ddp.
-        self.mixes_by_autocast = plan.recipe.rounding is not None
+        self.mixes_by_autocast = rounding_of(plan.recipe) is not None
         assert isinstance(plan.options, FsdpOptions)
         self._options = plan.options
 

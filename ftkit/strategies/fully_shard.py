@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ftkit.models.load_weights import Rows, Sharding
 from ftkit.recipe.plan import Plan
+from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.recipe.strategy_rows import FsdpOptions
 
 
@@ -36,7 +37,7 @@ class FullyShard:
         self._options = plan.options if isinstance(plan.options, FsdpOptions) else FsdpOptions()
         # Other strategies mix by autocast, which casts what is gathered where it needs it.
         is_mixed = plan.strategy == "fsdp" and plan.precision == "bf16-mixed"
-        self._casts = is_mixed and plan.recipe.rounding is None
+        self._casts = is_mixed and rounding_of(plan.recipe) is None
         self._mesh = mesh
 
     def allocate(self, model: Any, device: torch.device) -> None:

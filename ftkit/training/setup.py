@@ -77,6 +77,7 @@ from ftkit.recipe.implementations import HF, implementation_row
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe
+from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.recipe.sections import check_validations
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.directory import RunDirectory
@@ -709,7 +710,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         communication=plan.communication,
         precision=plan.precision,
         quantize=recipe.quantize if isinstance(recipe, LoraRecipe) else None,
-        rounding=recipe.rounding,
+        rounding=rounding_of(recipe),
         published=None if setup.base.form is None else setup.base.form.title,
         optimizer=recipe.optimizer["class_path"],
         parameters=parameter_count(model),

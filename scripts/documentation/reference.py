@@ -11,10 +11,11 @@ from ftkit.cli.help import usages, value_of
 from ftkit.cli.parser import Declared, components_of, declared, heads_of
 from ftkit.data.own_data import OwnDataOptions
 from ftkit.recipe.adapter_types import ADAPTER_TYPES
-from ftkit.recipe.changes import KIND_OF
+from ftkit.recipe.changes import kinds
 from ftkit.recipe.objectives import OBJECTIVES
-from ftkit.recipe.recipe import FINETUNE, Lora, Recipe
-from ftkit.recipe.recipe_keys import GROUPS, describe, field_texts, field_type, placeholder_of
+from ftkit.recipe.recipe import FINETUNE, Lora
+from ftkit.recipe.recipe_keys import describe, field_texts, field_type, key_groups, placeholder_of
+from ftkit.recipe.recipe_sections import recipe_type
 from ftkit.recipe.strategy_rows import STRATEGIES
 
 _ON_RESUME = {
@@ -49,12 +50,12 @@ class _Key:
     def value(self) -> str:
         """What it takes, its default, and whether it may change on resume."""
         # In words, where a recipe's own messages have them; as in help, for options of components.
-        is_own = self.name in KIND_OF
+        is_own = self.name in kinds()
         words = [_plain(describe(self.kind)) if is_own else f"`{placeholder_of(self.kind)}`"]
         if (default := _default(self.default)) and "Default:" not in self.text:
             words.append(f"default `{default}`")
         if is_own and self.name not in _IN_THEIR_TEXT:
-            words.append(_BY_CONTENT.get(self.name, _ON_RESUME[KIND_OF[self.name]]))
+            words.append(_BY_CONTENT.get(self.name, _ON_RESUME[kinds()[self.name]]))
         return "; ".join(words)
 
 
@@ -89,11 +90,12 @@ def reference_pages() -> dict[str, str]:
 
 
 def _recipe_pages() -> Iterator[_Page]:
-    own = [field for field in dataclasses.fields(Recipe) if field.name not in GROUPS]
+    fields = dataclasses.fields(recipe_type("full"))
+    own = [field for field in fields if field.name not in key_groups()]
     text = "The keys that are in no group: base model, data, objective, devices, precision."
-    yield _Page("model", "Model, data, devices", text, {"": _keys(Recipe, own)})
-    for field in dataclasses.fields(Recipe):
-        if field.name in GROUPS:
+    yield _Page("model", "Model, data, devices", text, {"": _keys(recipe_type("full"), own)})
+    for field in fields:
+        if field.name in key_groups():
             group: Any = field.type
             keys = _keys(group, dataclasses.fields(group), f"{field.name}.")
             yield _Page(field.name, f"{field.name}.*", str(group.__doc__), {"": keys})

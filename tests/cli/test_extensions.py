@@ -93,6 +93,56 @@ class Polite(Supervised):
     def sums(self, output, batch):
         return [self.strength * one for one in super().sums(output, batch)]
 """
+_SECTION = """
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from ftkit.errors import UserError
+from ftkit.recipe.key_types import Tunable, at_least
+from ftkit.recipe.recipe_sections import Section, keys_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    factor: Annotated[Tunable[int], at_least(1)] = 1
+    \'\'\'Outputs of every layer of the blocks are multiplied by it.\'\'\'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    scale: Scale = field(default_factory=Scale)
+
+
+def check(facts):
+    if keys_of(facts.recipe, Keys).scale.factor == 13:
+        raise UserError("scale.factor is 13, but may not be. Try --scale.factor 12.")
+    return []
+
+
+def rounds(recipe, trains):
+    factor = keys_of(recipe, Keys).scale.factor
+    return None if factor == 1 else f"layers times {factor}"
+
+
+SCALE = Section(
+    name="scale", keys=Keys, check=check, rounds=rounds, layers="greetings.layers:scale"
+)
+TAKEN = Section(name="taken", keys=dataclass(frozen=True)(type(
+    "Taken", (), {"__annotations__": {"seed": Tunable[int]}, "seed": 3}
+)))
+"""
+_LAYERS = """
+from functools import partial
+
+from greetings.sections import Keys
+from ftkit.recipe.recipe_sections import keys_of
+
+
+def scale(body, base, recipe, trains):
+    factor = keys_of(recipe, Keys).scale.factor
+    for block in body.blocks:
+        block.mlp.register_forward_hook(lambda module, given, output: factor * output)
+"""
 _HELLO = """
 def say(options):
     print(*[f"Hello {options.whom}."] * options.times)
@@ -126,6 +176,8 @@ def make_wheel(
         "greetings/objectives.py": _OBJECTIVE,
         "greetings/losses.py": _LOSSES,
         "greetings/tables.py": _TABLES,
+        "greetings/sections.py": _SECTION,
+        "greetings/layers.py": _LAYERS,
         "ftkit_greetings-0.3.dist-info/METADATA": _METADATA,
         "ftkit_greetings-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
         "Tag: py3-none-any\n",
@@ -239,6 +291,35 @@ def test_an_objective_of_another_package_is_trained_and_resumed(
     plain = ftkit("finetune", str(ROOT / "recipes/quickstart.yaml"), *short, "--overwrite")
     assert plain.returncode == 0, plain.stderr
     assert polite[0] == pytest.approx(2 * losses(tmp_path / "a")[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_keys_of_another_package_are_keys_of_recipes(
+    ftkit_with: Callable[..., Run], tmp_path: Path
+) -> None:
+    ftkit = ftkit_with(
+        points="[ftkit.recipe_sections]\nscale = greetings.sections:SCALE\n"
+        "taken = greetings.sections:TAKEN"
+    )
+    assert "imported" not in ftkit("--help").stdout
+    assert "--scale.factor" in ftkit("finetune", "--help").stdout
+    quickstart = ("finetune", str(ROOT / "recipes/quickstart.yaml"))
+    for factor, told in (("0", "at least 1"), ("13", "--scale.factor 12"), ("x", "a whole number")):
+        wrong = ftkit(*quickstart, "--scale.factor", factor)
+        assert wrong.returncode == 2 and told in wrong.stderr
+        assert "taken" in wrong.stderr and "seed" in wrong.stderr, "the core keeps its own keys"
+    short = ("--train.max_steps", "2", "--eval.exact_match", "0", "--overwrite")
+    found = {}
+    for factor in ("1", "2"):
+        out = tmp_path / factor
+        run = ftkit(*quickstart, *short, "--scale.factor", factor, "--out_dir", str(out))
+        assert run.returncode == 0, run.stderr
+        found[factor] = losses(out)
+    assert "layers times 2" in run.stdout
+    assert found["1"] != found["2"]
+    more = ("--resume", "auto", "--train.max_steps", "3", "--scale.factor", "3")
+    resumed = ftkit(*quickstart, *more, "--eval.exact_match", "0", "--out_dir", str(out))
+    assert resumed.returncode == 0 and "scale.factor 2 -> 3" in resumed.stdout
 
 
 POLITE = ("--objective", "polite")

@@ -9,8 +9,8 @@ from litgpt import data
 from ftkit.recipe.changes import (
     _DATA_DEFAULTS,
     _PROMPT_STYLES,
-    KIND_OF,
     carries_over,
+    kinds,
     recipe_changes,
 )
 from ftkit.recipe.parsing import from_dict, read_recipe, to_dict
@@ -40,7 +40,7 @@ def changed(saved: Recipe, now: Recipe) -> list[str]:
 
 
 def test_every_key_of_both_recipes_has_a_class_and_no_other_has() -> None:
-    assert KIND_OF.keys() == key_types("lora").keys() | key_types("full").keys()
+    assert kinds().keys() == key_types("lora").keys() | key_types("full").keys()
 
 
 @pytest.mark.parametrize("module", ["Alpaca", "Alpaca2k", "Deita", "FLAN", "JSON", "LongForm"])

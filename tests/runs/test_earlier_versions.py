@@ -20,7 +20,8 @@ from ftkit.checkpoint.metadata import METADATA
 from ftkit.cli import app
 from ftkit.recipe.lora_layers import kept_from
 from ftkit.recipe.parsing import read_keys, read_recipe, to_dict
-from ftkit.recipe.recipe import RECIPE_OF, Method
+from ftkit.recipe.recipe import Method
+from ftkit.recipe.recipe_sections import recipe_type
 from ftkit.utils.names import leaves
 
 EARLIER = Path(__file__).parent / "earlier"
@@ -190,7 +191,7 @@ def test_its_recipe_has_the_same_meaning_today(
     file = place / name / "recipe.yaml"
     then = read_keys(file)
     now = dict(leaves(to_dict(read_recipe([file], method=method))))
-    of_today = dict(leaves(to_dict(RECIPE_OF[method](checkpoint_dir="base"))))
+    of_today = dict(leaves(to_dict(recipe_type(method)(checkpoint_dir="base"))))
     for key, value in then.items():
         assert now[key] == value, key
     for key in now.keys() - then.keys():

@@ -18,7 +18,7 @@ DISTRIBUTIONS = packages_distributions()
 NEEDS_EXTRA = {
     "ftkit/extensions/harness/harness.py": "tasks",
     "ftkit/extensions/publish/torchao_model.py": "torchao",
-    "ftkit/models/torchao_layers.py": "torchao",
+    "ftkit/extensions/torchao/layers.py": "torchao",
 }
 """Modules that are only imported where this extra is installed."""
 OPTIONAL = {"litgpt"}

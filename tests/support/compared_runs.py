@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.recipe.parsing import recipe_as_dict
-from ftkit.recipe.recipe import RECIPE_OF, Method
+from ftkit.recipe.recipe import Method
+from ftkit.recipe.recipe_sections import recipe_type
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import MetricsWriter, ValidationWriter
 from ftkit.runs.report.report import (
@@ -60,7 +61,7 @@ def make_run(
     **keys: Any,
 ) -> Report:
     """A run with rows and, but for write, its report; dots of keys are two underscores."""
-    initial = RECIPE_OF[method](checkpoint_dir="base", out_dir=out)
+    initial = recipe_type(method)(checkpoint_dir="base", out_dir=out)
     recipe = recipe_as_dict(initial) | {"precision": keys.pop("precision", None)}
     for key, value in keys.items():
         section, _, name = key.partition("__")

@@ -20,6 +20,7 @@ from ftkit.exchange.output_files import as_written, check_apart, check_space, ou
 from ftkit.extensions.publish.commands import ExportOptions
 from ftkit.extensions.publish.gguf.model import base_problem, write_gguf_adapter, write_gguf_model
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE
+from ftkit.extensions.torchao.keys import RoundingKeys
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
 from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download
@@ -33,6 +34,7 @@ from ftkit.recipe.peft_adapter import (
     adapter_keys,
     peft_settings,
 )
+from ftkit.recipe.recipe_sections import keys_of
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.imports import silence_libraries
@@ -99,7 +101,7 @@ def export(result: Result, options: ExportOptions) -> int:
 
 def _require_rounded(result: Result) -> None:
     """Refuse a model that was not trained to be rounded, or where torchao is not installed."""
-    if result.qat is None:
+    if result.rounding is None:
         raise UserError(
             "--format torchao writes the weights as quantisation-aware training has rounded them, "
             f"but {result.name} was trained without it. Try --format hf, or train with "
@@ -204,8 +206,9 @@ def _write_model(result: Result, options: ExportOptions, progress: OnProgress) -
     if options.format == "torchao":
         from ftkit.extensions.publish.torchao_model import TorchaoWeights  # takes a second
 
-        assert result.qat is not None
-        packing = TorchaoWeights(base, result.qat, dtype or first.dtype)
+        assert result.recipe is not None
+        qat = keys_of(result.recipe, RoundingKeys).qat
+        packing = TorchaoWeights(base, qat, dtype or first.dtype)
         # It converts what it writes, once it is rounded.
         written_bytes, dtype = packing.bytes, None
     check_space(out, written_bytes)

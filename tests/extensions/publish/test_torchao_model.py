@@ -1,5 +1,6 @@
 """Models that ftkit export writes as quantisation-aware training has rounded them."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import MAKERS, TOKENS
+from adapters import MAKERS, TOKENS, logits
 from conversions import assert_equal, export, own_logits
 from messages import message_of, says
 from rank_jobs import NO_EVALUATION, Case, Outcome, chosen, make_run, repeated
@@ -18,11 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftkit.cli.app import run
+from ftkit.evaluation.loading import load_result
 from ftkit.evaluation.result import find_result
 from ftkit.extensions.publish.torchao_model import TorchaoWeights
+from ftkit.extensions.torchao.keys import Qat
 from ftkit.models.pretrained.base_model import open_base, weights
 from ftkit.models.pretrained.save import save_hf
-from ftkit.recipe.recipe import Qat
+from ftkit.recipe.recipe_sections import recipe_type
 
 pytestmark = pytest.mark.slow
 FORMS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -82,8 +85,7 @@ def test_transformers_computes_what_training_did(
     out = export(out_dir, "torchao", tmp_path / "out", "--max_shard_size", "0.05MiB")
     assert len(list(out.glob("*.safetensors"))) > 1
     assert not [*out.glob("*.bin"), *out.glob("*.pt*")]
-    qat = find_result(str(out_dir)).qat
-    rounded, plain = own_logits(out_dir, qat=qat), own_logits(out_dir)
+    rounded, plain = own_logits(out_dir, rounds=True), own_logits(out_dir)
     assert_equal(logits_in_transformers(out), rounded, 2e-5)
     assert (rounded - plain).abs().max() > 1e-3
 
@@ -96,7 +98,11 @@ def test_other_models_are_rounded_as_they_train(name: str, tmp_path: Path) -> No
     packing = TorchaoWeights(base, qat, torch.float32)
     save_hf(base, weights(base), tmp_path / "out", packing=packing)
     found = logits_in_transformers(tmp_path / "out")
-    assert_equal(found, own_logits(directory, qat=qat), 2e-5)
+    recipe = recipe_type("full")(checkpoint_dir=str(directory), qat=qat)  # type: ignore[call-arg]
+    result = dataclasses.replace(find_result(str(directory)), recipe=recipe)
+    cpu = torch.device("cpu")
+    rounded = load_result(result, device=cpu, dtype=torch.float32, rounds=True).model
+    assert_equal(found, logits(rounded), 2e-5)
 
 
 def test_a_checkpoint_gives_what_its_result_gives(

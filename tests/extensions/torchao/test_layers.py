@@ -17,11 +17,12 @@ from torchao.quantization import quantize_
 from transformers_models import make_transformers_model
 
 from ftkit.errors import UserError
-from ftkit.models import torchao_layers
+from ftkit.extensions.torchao import layers
+from ftkit.extensions.torchao.keys import Qat
+from ftkit.extensions.torchao.layers import qat_config
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.models.torchao_layers import qat_config
-from ftkit.recipe.recipe import Qat, Recipe
+from ftkit.recipe.recipe_sections import recipe_type
 
 TOKENS = torch.arange(2, 66).view(2, 32)
 LABELS = torch.arange(62)
@@ -33,7 +34,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
 
 
 def outlined(base: BaseModel, **keys: Any) -> LanguageModel:
-    return outline(base, Recipe(checkpoint_dir="base", **keys), torch.float32)
+    return outline(base, recipe_type("full")(checkpoint_dir="base", **keys), torch.float32)
 
 
 def made(base: BaseModel, **keys: Any) -> LanguageModel:
@@ -155,7 +156,7 @@ def test_those_of_other_recipes_of_torchao_do(
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe), round_scales_to_power_of_2=powers
     )
-    monkeypatch.setattr(torchao_layers, "replace", lambda *_, **__: config)
+    monkeypatch.setattr(layers, "replace", lambda *_, **__: config)
     model = made(llama, float8=True)
     expected = gradients(model)
     assert largest_difference(gradients(model, parts, times), expected) > 1e-3
@@ -181,7 +182,7 @@ def test_the_rounded_weights_are_those_that_torchao_quantises(qat: Qat, dtype: t
         kept_in_full = frozenset[str]()
 
     body: Any = OneBlock()
-    torchao_layers.round_in_forward(body, qat)
+    layers.round_in_forward(body, qat)
     quantize_(plain, qat_config(qat))
     x = torch.randn(5, 64, dtype=dtype)
     with torch.no_grad():

@@ -242,7 +242,7 @@ def test_a_result_is_evaluated_as_its_run_validated_it(
         assert plain["loss"] != pytest.approx(values["loss"], rel=1e-5)
         # The model that it was trained from is another one, which nothing rounds.
         base = find_result(str(found.out_dir))
-        assert base_result(base).qat is None
+        assert base_result(base).rounding is None
 
 
 @pytest.mark.parametrize("rounding", layouts([(n,) for n in OF_MIXED], [("float8",)]))

@@ -30,9 +30,11 @@ from torchao.quantization import (
 from torchao.quantization.qat import QATConfig
 
 from ftkit.errors import UserError
+from ftkit.extensions.torchao.keys import Qat, RoundingKeys
 from ftkit.models.bodies.body import Body
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.recipe.recipe import Qat
+from ftkit.recipe.recipe import Recipe
+from ftkit.recipe.recipe_sections import keys_of
 
 FLOAT8_WIDTHS = 16
 """Kernels of float8 take matrices whose sides are multiples of it."""
@@ -59,6 +61,27 @@ class _Float8Layer(Float8Linear):  # type: ignore[misc]
                 input, self.weight.t(), how, self.config
             )
             return product if self.bias is None else product + self.bias.to(product.dtype)
+
+
+def round_layers(body: Body, base: BaseModel, recipe: Recipe, trains: bool) -> None:
+    """Replace the linear layers of the blocks by those that a recipe asks for.
+
+    Args:
+        body: on the meta device; its parameters keep their names.
+        base: the model that it computes.
+        recipe: with float8 or qat.
+        trains: False: it computes a result.
+
+    Raises:
+        UserError: torchao does not round such layers, or the result could not be written.
+    """
+    keys = keys_of(recipe, RoundingKeys)
+    if trains and keys.float8:
+        compute_in_float8(body)
+        return
+    if trains:
+        _require_text_alone(base, keys.qat)
+    round_in_forward(body, keys.qat)
 
 
 def compute_in_float8(body: Body) -> None:
@@ -101,7 +124,7 @@ def qat_config(qat: Qat) -> AOBaseConfig:
     return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
 
 
-def require_text_alone(base: BaseModel, qat: Qat) -> None:
+def _require_text_alone(base: BaseModel, qat: Qat) -> None:
     """Refuse to train a model for a form in which it cannot be written.
 
     Raises:
