@@ -23,6 +23,7 @@ from ftkit.recipe.readers import READERS
 from ftkit.recipe.recipe_sections import SECTIONS
 from ftkit.recipe.strategy_rows import STRATEGIES
 from ftkit.runs.launchers import LAUNCHERS
+from ftkit.runs.run_ends import RUN_ENDS
 from ftkit.utils.progress import print_shown
 from ftkit.utils.registry import (
     Installed,
@@ -45,6 +46,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,
+    RUN_ENDS,
     SECTIONS,
     STORED_FORMS,
     STRATEGIES,

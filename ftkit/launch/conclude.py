@@ -29,13 +29,14 @@ from ftkit.runs.report.report import (
 )
 from ftkit.runs.report.table import render, summary_line
 from ftkit.runs.resume import DamagedCheckpoint, exit_summary
+from ftkit.runs.run_ends import RUN_ENDS, write_beside_result
 from ftkit.runs.state import brought_up_to_files
 from ftkit.strategies.step_memory import StepMemory
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.files import write_with_reserve
 from ftkit.utils.progress import gives_advice, next_text
-from ftkit.utils.urls import display_path, url_of
+from ftkit.utils.urls import display_path
 
 
 class DamageFound(DamagedCheckpoint):
@@ -102,12 +103,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
             with suppress(OSError):
                 write_report(report, out_dir)
         if run.final.is_dir():
-            # Now: jinja2, which it loads, would make the first line of a run wait for 50 ms.
-            from ftkit.exchange.model_card import write_card
-
-            with suppress(OSError):  # the result is complete without it
-                # Here, from the report as it ends: no rank knows the last of its numbers.
-                write_card(report, Path(job.base), run.final)
+            write_beside_result(report, Path(job.base), run.final)
         with suppress(OSError):
             _collect_output(run, world_size)
         display.notice(render(report, out_dir))
@@ -148,28 +144,10 @@ def _doubt_start(checkpoint: Path, name: str, message: str) -> None:
 
 def next_commands(run: RunDirectory, recipe: Recipe) -> list[str]:
     """Commands to try after a complete run, ready to be typed."""
-    this = shlex.quote(display_path(run.path))
-    has_result = run.final.is_dir()  # of a base of random weights nothing is saved
     use = "evaluate" if objective_rules(recipe.objective).scores else "chat"
-    commands = [f"ftkit {use} {this}"] * has_result
-    # ftkit merge writes to local disks only: for a run at a url, into the current directory.
-    merged = Path(run.path.name if url_of(run.path) else run.path)
-    merged = merged.with_name(f"{merged.name}-merged")
-    if has_result and recipe.method == "lora" and not merged.exists():
-        commands.append(f"ftkit merge {this} --out {shlex.quote(str(merged))}")
-    if other := _newest_beside(run):
-        commands.append(f"ftkit compare {this} {shlex.quote(display_path(other))}")
-    return commands
-
-
-def _newest_beside(run: RunDirectory) -> Path | None:
-    """The newest among the other runs in the same directory."""
-    beside = [
-        path
-        for path in run.path.parent.iterdir()
-        if path.name != run.path.name and RunDirectory(path).report.exists()
-    ]
-    return max(beside, key=lambda path: path.stat().st_mtime, default=None)
+    # Of a base of random weights nothing is saved.
+    own = [f"ftkit {use} {shlex.quote(display_path(run.path))}"] * run.final.is_dir()
+    return own + [command for row in RUN_ENDS for command in row.next_commands(run, recipe)]
 
 
 def _cause(run: RunDirectory, world_size: int) -> tuple[int, RankError | None]:

@@ -25,7 +25,7 @@ from family_runs import (
 from multimodal_models import MODELS, SELDOM, make_multimodal_model, multimodal_model
 from rank_jobs import METHODS, Run, assert_same_maths, make_run
 
-from ftkit.exchange.model_card import card_text, with_name
+from ftkit.extensions.publish.model_card import card_text, with_name
 from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow

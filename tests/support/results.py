@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rank_jobs import Case, Outcome, make_run
 
-from ftkit.exchange.model_card import write_card
+from ftkit.extensions.publish.model_card import write_card
 from ftkit.runs.report.report import Report
 
 CASES = {

@@ -18,7 +18,6 @@ from ftkit.checkpoint.store import Store
 from ftkit.data.dataset import load_data
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
-from ftkit.exchange.output_files import check_apart, check_space
 from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
 from ftkit.extensions.foreign_checkpoints.deepspeed import DeepSpeedRun, zero_directory
 from ftkit.extensions.foreign_checkpoints.distributed import DCP_METADATA, DistributedRun
@@ -69,6 +68,7 @@ from ftkit.utils.console.formatting import utc_now
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import new_directory, sync, write_durably
 from ftkit.utils.hardware import versions
+from ftkit.utils.output_files import check_apart, check_space
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress, print_notice, print_shown
 

@@ -15,11 +15,10 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result, with_extra_weights
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result, require_answers
-from ftkit.exchange.model_card import CardKind, card_files
-from ftkit.exchange.output_files import as_written, check_apart, check_space, output_directory
 from ftkit.extensions.publish.commands import ExportOptions
 from ftkit.extensions.publish.gguf.model import base_problem, write_gguf_adapter, write_gguf_model
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE
+from ftkit.extensions.publish.model_card import CardKind, card_files
 from ftkit.extensions.torchao.keys import RoundingKeys
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
@@ -38,6 +37,7 @@ from ftkit.recipe.recipe_sections import keys_of
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.imports import silence_libraries
+from ftkit.utils.output_files import as_written, check_apart, check_space, output_directory
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress, gives_advice, print_next, print_shown
 

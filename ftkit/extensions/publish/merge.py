@@ -24,9 +24,8 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import OpenAdapter, open_adapter
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
-from ftkit.exchange.model_card import card_files
-from ftkit.exchange.output_files import as_written, check_apart, check_space
 from ftkit.extensions.publish.commands import MergeOptions
+from ftkit.extensions.publish.model_card import card_files
 from ftkit.extensions.publish.peft_reading import PeftReading, Values, compare_with_peft
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.experts import PAIRS, packed_in
@@ -45,6 +44,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text, number_text, percent_text
 from ftkit.utils.console.terminal import labelled_grid
 from ftkit.utils.imports import silence_libraries
+from ftkit.utils.output_files import as_written, check_apart, check_space
 from ftkit.utils.process import cleaning_up_on_signals
 from ftkit.utils.progress import OnProgress, print_next
 

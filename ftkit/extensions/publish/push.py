@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result, find_result
-from ftkit.exchange.model_card import card_files, with_name
 from ftkit.extensions.publish.commands import PushOptions
+from ftkit.extensions.publish.model_card import card_files, with_name
 from ftkit.models.pretrained.hub import CARD, hub_name, read_json, split_version
 from ftkit.models.pretrained.hub_errors import http_library
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG

@@ -18,12 +18,12 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from torchao.quantization import quantize_
 from torchao.quantization.qat.linear import FakeQuantizedLinear
 
-from ftkit.exchange.output_files import as_written
 from ftkit.extensions.torchao.keys import Qat
 from ftkit.extensions.torchao.layers import qat_config, round_in_forward
 from ftkit.models.language_model import outline_plain
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, storage_of
+from ftkit.utils.output_files import as_written
 
 
 class TorchaoWeights:

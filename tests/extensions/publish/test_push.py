@@ -28,7 +28,7 @@ from stand_in_hub import HubHandler, serving
 import ftkit
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.exchange.model_card import BaseOrigin, DataOrigin, card_metadata, card_text
+from ftkit.extensions.publish.model_card import BaseOrigin, DataOrigin, card_metadata, card_text
 from ftkit.extensions.publish.push import upload
 from ftkit.runs.report.report import ChosenResult
 from ftkit.utils import progress

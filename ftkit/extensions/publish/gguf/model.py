@@ -17,8 +17,6 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
-from ftkit.exchange.model_card import card_files
-from ftkit.exchange.output_files import check_space, output_directory
 from ftkit.extensions.gguf.header import BLOCKS, packed_bytes
 from ftkit.extensions.gguf.model import tensor_names
 from ftkit.extensions.publish.commands import ExportOptions, GgufNumbers
@@ -31,6 +29,7 @@ from ftkit.extensions.publish.gguf.metadata import (
     vocabulary_metadata,
 )
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE, modelfile
+from ftkit.extensions.publish.model_card import card_files
 from ftkit.models.lora.adapter_files import stored_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -40,6 +39,7 @@ from ftkit.models.pretrained.base_model import (
     storage_of,
 )
 from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
+from ftkit.utils.output_files import check_space, output_directory
 from ftkit.utils.progress import OnProgress
 
 _OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {

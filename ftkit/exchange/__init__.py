@@ -1,1 +1,0 @@
-"""Exchange with other programs: import, merge, export and push."""
