@@ -15,6 +15,7 @@ from ftkit.models.pretrained.single_file import FILE_FORMATS
 from ftkit.models.pretrained.stored_forms import STORED_FORMS
 from ftkit.python_names import PYTHON_NAMES
 from ftkit.recipe.adapter_types import ADAPTER_TYPES
+from ftkit.recipe.companions import COMPANIONS
 from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
@@ -37,6 +38,7 @@ from ftkit.utils.urls import URL_KINDS
 _REGISTRIES: tuple[Registry[Any], ...] = (
     ADAPTER_TYPES,
     COMMANDS,
+    COMPANIONS,
     DATA_SOURCES,
     FILE_FORMATS,
     IMPLEMENTATIONS,

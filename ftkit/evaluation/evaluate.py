@@ -5,9 +5,9 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,30 +15,30 @@ from ftkit.checkpoint.metadata import PLUGIN
 from ftkit.data.dataset import HeldOut, ValidationSets, load_held_out, load_sets
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import validation_loader
+from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.shapes import FixedShapes
 from ftkit.data.sources import validation_sets
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import open_result
 from ftkit.evaluation.prompting import prompting_of
-from ftkit.evaluation.references import References, Wanted
 from ftkit.evaluation.result import Result, require_answers
-from ftkit.evaluation.result_reference import prepare_reference, reference_beside
 from ftkit.evaluation.scorer import Scorer
 from ftkit.evaluation.scoring import DEFAULT_RECORDS, EXACT_MATCH, Score, Scoring
 from ftkit.evaluation.session import Session, plan_session, start_session
 from ftkit.evaluation.task_programs import FoundTasks, TaskOptions
-from ftkit.evaluation.validation import Validated, answer_scores, validation_loss
+from ftkit.evaluation.validation import Validated, Wanted, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, common_path, planned_path
 from ftkit.models.flops import attention_cost
+from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.objectives.companion import Companion
 from ftkit.objectives.objective import (
     Objective,
     checked_amounts,
     ignores_padding,
     make_objective,
 )
-from ftkit.objectives.reference import BelowAdapter
-from ftkit.objectives.reference_values import ReferenceValues
+from ftkit.recipe.companions import named_companion
 from ftkit.recipe.objectives import check_objective, is_below_adapter, objective_rules
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
@@ -57,6 +57,27 @@ DEFAULT_NEW_TOKENS = 100
 """Most tokens of an answer, where the run has no number of its own."""
 _TASK_ROWS = 8
 """Sequences per forward pass of a task, where no number is given."""
+
+
+class ResultCompanion(Protocol):
+    """The other model of a result, which its objective needs (`ftkit.recipe.companions`).
+
+    It is made, and computes what can be computed of it, before the result is loaded.
+    """
+
+    @property
+    def models(self) -> Sequence[LanguageModel]:
+        """Models that it holds in memory beside the result."""
+
+    def loaded(self, session: Session, display: Display) -> AbstractContextManager[None]:
+        """Load what is held beside the result, which is loaded; it is there inside the context.
+
+        Raises:
+            UserError: it does not fit into memory.
+        """
+
+    def of(self, samples: Samples) -> Companion:
+        """Return what computes, or has computed, micro-batches of some samples."""
 
 
 def evaluate(result: Result, options: EvaluateOptions) -> int:
@@ -96,27 +117,22 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
     longest = recipe.train.max_seq_length or longest
     held_out, sets = _held_out(recipe, base.tokenizer, longest, given)
     wanted = _validated_samples(recipe, objective, held_out, sets)
-    before = None
-    if objective.needs_reference and not is_below_adapter(recipe):
-        before = prepare_reference(result, options, base, longest, wanted)
-    elif options.reference is not None:
+    refers = objective.needs_reference
+    if options.reference is not None and (not refers or is_below_adapter(recipe)):
         raise UserError(
             f"--reference is {options.reference}, but {result.name} is compared with no other "
             "model. Leave --reference out."
         )
+    companion: ResultCompanion | None = None
+    if refers:
+        code = named_companion("reference").code()
+        companion = code.of_result(result, options, base, longest, wanted)
     session = start_session(result, options)
     with ExitStack() as models, Display(None, stream=sys.stderr) as display:
-        references = None
-        if isinstance(before, ReferenceValues):
-            references = References(values=before)
-        elif before is not None:
-            beside = models.enter_context(reference_beside(before, session, longest, display))
-            references = References(in_every_pass=beside)
-        elif objective.needs_reference:
-            below = BelowAdapter(session.loaded.model, session.context)
-            references = References(in_every_pass=below)
+        if companion is not None:
+            models.enter_context(companion.loaded(session, display))
         measured = _measure(
-            session, base.tokenizer, objective, held_out, sets, wanted, references, scoring, display
+            session, base.tokenizer, objective, held_out, sets, wanted, companion, scoring, display
         )
     values = {
         "result": result.name,
@@ -266,7 +282,7 @@ def _measure(
     held_out: HeldOut,
     sets: ValidationSets,
     wanted: Sequence[Wanted],
-    references: References | None,
+    companion: ResultCompanion | None,
     scoring: Scoring,
     display: Display,
 ) -> dict[str, Any]:
@@ -280,7 +296,7 @@ def _measure(
     # The same layout as in the run: sums in another order differ in the last digits.
     label_fraction = float(samples.label_counts.sum() / samples.lengths.sum())
     path = planned_path(traits, plan)
-    for other in () if references is None else references.models:
+    for other in () if companion is None else companion.models:
         path = common_path(path, planned_path(other.architecture.attention, plan))
     layout = RankLayout.of(
         plan,
@@ -307,7 +323,7 @@ def _measure(
             session.device,
             sources=sources,
             context=session.context,
-            companion=None if references is None else references.of(one.samples),
+            companion=None if companion is None else companion.of(one.samples),
             progress=phase.advance,
         )
         assert found is not None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,12 +10,14 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from ftkit.data.rendering import Example
+from ftkit.data.samples.layout import IntArray
+from ftkit.data.samples.sample_set import Samples
 from ftkit.evaluation.scoring import Score, Scoring
 from ftkit.models.generation import Context, answer_greedily, length_for
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.objectives.companion import Companion
 from ftkit.objectives.objective import Objective, checked_sums
-from ftkit.objectives.reference import Companion
 from ftkit.objectives.step_loss import mismatched_statistics
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
@@ -27,6 +30,15 @@ if TYPE_CHECKING:
 
 STOP_INTERVAL = 10
 """Batches between two checks for an early end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Samples of a data set on which something is computed."""
+
+    samples: Samples
+    numbers: IntArray
+    """Those that are taken."""
 
 
 class EvaluatedWeights:

@@ -26,6 +26,7 @@ from ftkit.models.pretrained.hub import (
     settings_directory,
 )
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.recipe.companions import named_companion
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.plugin import plugin_in_use
@@ -88,9 +89,7 @@ def check_second_models(recipe: Recipe) -> None:
     others = {"reference": recipe.reference, "teacher": recipe.teacher}
     for key, name in others.items():
         if name is not None:
-            # Imported here: few runs have a second model, and tokenizers take a while to import.
-            from ftkit.models.pretrained.second_model import check_files
-
+            check_files = named_companion(key).code().check_files
             check_files(recipe.checkpoint_dir, name, key, token=recipe.access_token)
 
 

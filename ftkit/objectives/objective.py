@@ -60,7 +60,7 @@ class Objective(ABC):
     """Whether micro-batches need `reference`: the log-probability of each sequence under the
     reference model."""
     needs_teacher = False
-    """Whether micro-batches need what `ftkit.objectives.reference.Teacher` adds to them."""
+    """Whether micro-batches need what the companion of the name teacher adds to them."""
     observes_mismatched = False
     """Whether it needs `statistics` of the whole step before its first backward pass: of prompts
     with answers to others, made by shifting answers by one in the order of the step."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, output_of
+from ftkit.objectives.companion import Companion, Context
 from ftkit.objectives.objective import Batch, Objective, checked_sums
-from ftkit.objectives.reference import Companion, Context
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
 

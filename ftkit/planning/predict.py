@@ -28,7 +28,6 @@ from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_single_file
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import layout_of
-from ftkit.models.pretrained.second_model import check_context, check_logits
 from ftkit.models.pretrained.single_file import Conversion
 from ftkit.models.trained_part import trained_names
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
@@ -41,6 +40,7 @@ from ftkit.planning.memory import (
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import CPU, largest_micro_batch
 from ftkit.recipe.batches import check_shapes
+from ftkit.recipe.companions import companion_row
 from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
@@ -395,12 +395,9 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             layout = layout_of(base)
     file = find_single_file(recipe.checkpoint_dir)
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
-    if beside is not None:
-        if recipe.teacher is not None:
-            check_logits(base, beside, "teacher")
-        check_context(beside, "reference" if recipe.teacher is None else "teacher", max_seq_length)
-    if other is not None:
-        check_context(other, "reference", max_seq_length)
+    row, second = companion_row(recipe.objective), beside or other
+    if row is not None and second is not None:
+        row.code().check_settings(base, second, row.name, max_seq_length)
     with as_owner_of(recipe.data_token):
         length = sequence_length(
             recipe.data,

@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -42,19 +41,13 @@ from ftkit.models.loss import HeadOutput
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.token_numbers import TokenDropout
 from ftkit.models.unpacking import UnpackedPerUse
+from ftkit.objectives.companion import Companion, sequence_log_probabilities
 from ftkit.objectives.objective import Batch, make_objective
-from ftkit.objectives.reference import (
-    BelowAdapter,
-    Companion,
-    Computed,
-    FrozenReference,
-    Teacher,
-    sequence_log_probabilities,
-)
 from ftkit.objectives.step_loss import StepLoss, zeros_for
 from ftkit.planning.tracker import LiveTensors, Stretch
+from ftkit.recipe.companions import companion_row
 from ftkit.recipe.kernels import has_liger
-from ftkit.recipe.objectives import is_below_adapter, objective_rules
+from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
@@ -498,13 +491,10 @@ class _Step:
         self._backward, self._has_gradient, self._watches_blocks = False, False, True
         objective = make_objective(plan.recipe.objective)
         companion: Companion | None = None
-        if frozen is not None:
-            kind = Teacher if objective.needs_teacher else FrozenReference
-            companion = kind(frozen, sharding_beside, computing)
-        elif objective.needs_reference:
-            companion = Computed(np.zeros(batch.sequences))
-            if is_below_adapter(plan.recipe):
-                companion = BelowAdapter(model, computing)
+        if (row := companion_row(plan.recipe.objective)) is not None:
+            companion = row.code().simulated(
+                objective, plan, model, frozen, sharding_beside, computing, batch.sequences
+            )
         self._models = (model, *(companion.models if companion else ()))
         for other in self._models[1:]:
             other.register_forward_pre_hook(lambda *_: self._mark(ANOTHER_MODEL))

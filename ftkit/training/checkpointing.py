@@ -15,7 +15,6 @@ from ftkit.checkpoint.metadata import (
     BASE,
     PLUGIN,
     RECIPE,
-    REFERENCE,
     Layout,
     Metadata,
     read_metadata,
@@ -31,7 +30,6 @@ from ftkit.models.load_weights import result_weights
 from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.pretrained.base_model import BaseModel, save_without_weights
 from ftkit.models.pretrained.tokenizer import GENERATION
-from ftkit.objectives.reference_values import ReferenceValues, write_values
 from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -336,8 +334,9 @@ class Checkpointing:
                 setup.chat_files,
                 adapter=adapter,
                 fingerprint=setup.identities[0].fingerprint,
-                reference=None if setup.references is None else setup.references.values,
             )
+            if setup.companion is not None:
+                written += setup.companion.write(directory)
             if callbacks:
                 written.append(callbacks.write(directory))
             if plugin is not None:
@@ -371,7 +370,7 @@ class Checkpointing:
             seed_names=setup.start.seed_names,
             base=of_base,
             data=of_data,
-            beside=setup.beside_identity,
+            beside=None if setup.companion is None else setup.companion.identity,
             layout=Layout(
                 strategy=plan.strategy,
                 world_size=plan.world_size,
@@ -399,7 +398,6 @@ def write_companions(
     *,
     adapter: Iterable[tuple[str, Tensor]],
     fingerprint: str,
-    reference: ReferenceValues | None = None,
 ) -> list[Path]:
     """Write the files of a checkpoint beside its shards, and return their paths.
 
@@ -410,15 +408,11 @@ def write_companions(
         chat_files: files that say how the result is prompted.
         adapter: trained parameters of LoRA, by our names.
         fingerprint: of the base model.
-        reference: log-probabilities that a session elsewhere might not be able to compute again.
     """
     own, others = directory / RECIPE, directory / BASE
     # resume belongs to this command: a run with the stored recipe begins anew.
     own.write_text(to_yaml(dataclasses.replace(recipe, resume=False)), encoding="utf-8")
     written = [own]
-    if reference is not None:
-        write_values(reference, directory / REFERENCE)
-        written.append(directory / REFERENCE)
     if isinstance(recipe, LoraRecipe):
         others = directory / ADAPTER
         save_adapter(

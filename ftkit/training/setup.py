@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -25,19 +26,12 @@ from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder, Position
 from ftkit.data.samples.shapes import FixedShapes
 from ftkit.errors import UserError
-from ftkit.evaluation.references import (
-    References,
-    compute_references,
-    reference_model,
-    samples_of_run,
-)
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.bodies.attention import (
     AttentionKernel,
     AttentionPath,
     attention_kernel,
-    common_path,
     planned_path,
 )
 from ftkit.models.chat_templates.template import OF_TOKENIZER, ChatTemplate, resolve_chat_template
@@ -56,25 +50,24 @@ from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     checked_length,
-    open_base,
     parameter_shapes,
 )
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
-from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.models.routing import RouterLoss
 from ftkit.models.trained_part import trained_names
+from ftkit.objectives.companion import Companion
 from ftkit.objectives.objective import (
     Objective,
     checked_amounts,
     ignores_padding,
     make_objective,
 )
-from ftkit.objectives.reference import BelowAdapter, Companion, Frozen
 from ftkit.recipe.adapter_types import method_text
+from ftkit.recipe.companions import companion_row
 from ftkit.recipe.implementations import HF, implementation_row
-from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
+from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.recipe.recipe_sections import rounding_of
@@ -85,7 +78,7 @@ from ftkit.runs.job import Job
 from ftkit.runs.report.report import Resolved
 from ftkit.runs.report.table import summary_text
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.frozen import bytes_on_rank, outline_frozen
+from ftkit.strategies.frozen import bytes_on_rank
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import (
     CountedSteps,
@@ -107,10 +100,57 @@ from ftkit.strategies.strategy import (
     parameter_dtype,
     updated_dtype,
 )
-from ftkit.training.beside import beside_identity, load_beside, open_beside
 from ftkit.training.journal import Journal, log_data_summary, log_findings, log_sets_summary
-from ftkit.training.start import StartingPoint, identities, local_base, open_base_model
+from ftkit.training.start import StartingPoint, identities, open_base_model
 from ftkit.utils.console.display import Display
+
+
+class RunCompanion(Protocol):
+    """The other model of a run, which its objective needs (`ftkit.recipe.companions`).
+
+    Its methods are called in this order, each by every rank.
+    """
+
+    outlined: LanguageModel | None
+    """The model that is held in memory beside the trained one, outlined or loaded; None: none is,
+    or it is not outlined so far."""
+    identity: BaseIdentity | None
+    """Of that model, on rank 0."""
+
+    def path(self, own: AttentionPath) -> AttentionPath:
+        """Return how attention handles the sequences of a micro-batch, with that of this model."""
+
+    def identify(self) -> None:
+        """Compare its weights with those of the run so far.
+
+        Raises:
+            UserError: they are others.
+        """
+
+    def outline(self) -> None:
+        """Build what is held beside the trained model on the meta device."""
+
+    def prepare(self, setup: "Setup", journal: Journal) -> None:
+        """Compute what is needed of it before training, once the ranks are connected.
+
+        No weights are loaded, which could lie beside its own.
+
+        Raises:
+            UserError: it is not here.
+        """
+
+    def load(self, setup: "Setup", display: Display) -> None:
+        """Load what is held beside the trained model, which is loaded."""
+
+    def of(self, samples: Samples) -> Companion:
+        """Return what computes, or has computed, micro-batches of some samples."""
+
+    def write(self, directory: Path) -> list[Path]:
+        """Write what a session elsewhere might not be able to compute again to a checkpoint.
+
+        Returns:
+            the files that are written.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +181,9 @@ class Setup:
     """How attention handles the sequences of a micro-batch."""
     model: LanguageModel
     objective: Objective
-    references: References | None = None
-    """The reference of the data sets, if the objective needs one that is not held beside."""
     strategy: Strategy
-    beside: Frozen | None = None
-    """The frozen model beside the trained one, a teacher or a reference, if the objective needs
-    one."""
-    beside_outline: LanguageModel | None = None
-    """The same on the meta device, until it is loaded."""
-    beside_identity: BaseIdentity | None = None
-    """Its identity, on rank 0."""
+    companion: RunCompanion | None
+    """The other model that the objective needs; None: it needs none."""
     contexts: ExitStack = field(default_factory=ExitStack)
     """Contexts in which models that are not trained compute: they end with the process."""
 
@@ -228,9 +261,7 @@ class Setup:
 
     def companion_of(self, samples: Samples) -> Companion | None:
         """Model that the objective needs for some samples beside the trained one, if any."""
-        if self.beside is not None:
-            return self.beside
-        return None if self.references is None else self.references.of(samples)
+        return None if self.companion is None else self.companion.of(samples)
 
     @cached_property
     def evaluated_weights(self) -> EvaluatedWeights:
@@ -260,23 +291,23 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     """
     plan, recipe, display = job.plan, job.recipe, journal.display
     models = _open_models(job, start, journal)
-    base, frozen_base = models.base, models.beside
+    base, companion = models.base, models.companion
     objective = make_objective(recipe.objective)
     strategy = make_strategy(plan)
     strategy.check_optimizer(strategy.device)
     data, sets = _read_data(models, objective, recipe, journal)
     # Before the model is built and filled: other data or another base model show at once.
     known = identities(recipe, base, data, start.metadata)
-    of_beside, beside = None, model_beside(recipe)
-    if beside is not None and frozen_base is not None:
-        of_beside = beside_identity(beside, frozen_base, start.metadata)
+    if companion is not None:
+        companion.identify()
     _check_result(base, recipe, journal)
     strategy.prepare(display.phase)
     steps = _lay_out_steps(data, start, recipe, journal)
     # On the meta device: the whole model never exists on a rank, which fills only its own part.
     with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
-        outlined = None if frozen_base is None else outline_frozen(frozen_base, plan)
+        if companion is not None:
+            companion.outline()
     if isinstance(recipe, LoraRecipe):
         for look in (unadapted_experts, skipped_targets):
             if (left_out := look(model, base, recipe)) is not None:
@@ -301,37 +332,24 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         model=model,
         objective=objective,
         strategy=strategy,
-        beside_outline=outlined,
-        beside_identity=of_beside,
+        companion=companion,
     )
     if objective.observes_mismatched:
         _check_several(setup)
     _check_checkpoints(setup, size_of(setup.directory.store.directory))
     _log_summary(setup, device_name, journal)
-    setup = _load_model(setup, models.reference, journal)
-    if beside is None or frozen_base is None or outlined is None:
-        return setup
-    # With the strategy set up, which shards it; its contexts stay open for all steps.
-    loaded = load_beside(
-        beside,
-        frozen_base,
-        outlined,
-        strategy,
-        setup.contexts,
-        max_seq_length=setup.max_seq_length,
-        seed=recipe.seed,
-        display=display,
-    )
-    return dataclasses.replace(setup, beside=loaded)
+    _load_model(setup, journal)
+    if companion is not None:
+        # With the strategy set up, which shards it; its contexts stay open for all steps.
+        companion.load(setup, display)
+    return setup
 
 
 class _Models(NamedTuple):
     """Settings and tokenizers of the models of a run, without their weights."""
 
     base: BaseModel
-    reference: BaseModel | None
-    """The recipe's reference, if it is here and not held beside."""
-    beside: BaseModel | None
+    companion: RunCompanion | None
     max_seq_length: int
     attention: AttentionPath
     kernel: AttentionKernel
@@ -352,21 +370,14 @@ def _open_models(job: Job, start: StartingPoint, journal: Journal) -> _Models:
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     traits = base.architecture.attention
     attention = planned_path(traits, plan)
-    reference = None if job.reference is None else open_base(job.reference)
-    if reference is not None:
-        check_tokens(base, reference, "reference")
-        check_context(reference, "reference", max_seq_length)
-    beside, frozen_base = model_beside(recipe), None
-    if beside is not None:
-        assert job.beside is not None
-        frozen_base = open_beside(
-            job.beside, beside, base, start.metadata, max_seq_length=max_seq_length
-        )
-        attention = common_path(attention, planned_path(frozen_base.architecture.attention, plan))
+    companion: RunCompanion | None = None
+    if (row := companion_row(recipe.objective)) is not None:
+        companion = row.code().of_run(job, start, base, max_seq_length)
+        assert companion is not None
+        attention = companion.path(attention)
     return _Models(
         base=base,
-        reference=reference,
-        beside=frozen_base,
+        companion=companion,
         max_seq_length=max_seq_length,
         attention=attention,
         kernel=attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
@@ -466,8 +477,8 @@ def _lay_out_steps(
     return _Steps(schedule, cuts, validation_interval, save_interval, learning_rate)
 
 
-def _load_model(setup: Setup, reference: BaseModel | None, journal: Journal) -> Setup:
-    """Connect the ranks, and load what they train; returns the set-up with its references."""
+def _load_model(setup: Setup, journal: Journal) -> None:
+    """Connect the ranks, and load what they train."""
     recipe, strategy, start = setup.recipe, setup.strategy, setup.start
     base, model, display = setup.base, setup.model, journal.display
     adapter: Adapter | None = None
@@ -476,9 +487,9 @@ def _load_model(setup: Setup, reference: BaseModel | None, journal: Journal) -> 
         adapter = read_adapter(recipe.adapter, base)
         check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
-    # Before the weights are loaded: the reference has its own, which are not to lie beside them.
-    if setup.objective.needs_reference and model_beside(recipe) is None:
-        setup = dataclasses.replace(setup, references=_references(setup, reference, journal))
+    # Before the weights are loaded: another model has its own, which are not to lie beside them.
+    if setup.companion is not None:
+        setup.companion.prepare(setup, journal)
     with display.phase("loading weights") as phase:
         fill(
             model,
@@ -504,7 +515,6 @@ def _load_model(setup: Setup, reference: BaseModel | None, journal: Journal) -> 
         strategy.restore_loss_scale(scalars)
         restore(model, strategy.state_view(), start.stored, scalars)
         _log_average(strategy, start.stored, display)
-    return setup
 
 
 def _require_logits(part: LoadedPart, base: BaseModel) -> None:
@@ -538,48 +548,6 @@ def _new_weights(base: BaseModel, recipe: Recipe) -> Iterator[tuple[str, Tensor]
     shapes = parameter_shapes(base)
     drawn = base.architecture.drawn(base.settings, recipe.seed)
     return ((name, values) for name, values in drawn if name in shapes)
-
-
-def _references(setup: Setup, other: BaseModel | None, journal: Journal) -> References:
-    """Find the reference of a run, and compute what has to be computed of it.
-
-    Args:
-        setup: without it; the strategy is connected, and the model not filled.
-        other: the recipe's reference, if it is here.
-        journal: for progress.
-    """
-    plan, recipe, strategy, start = setup.plan, setup.recipe, setup.strategy, setup.start
-    if is_below_adapter(recipe):
-        return References(BelowAdapter(setup.model, strategy.precision.forward_context))
-    base, adapter = other, None
-    if recipe.reference is None:
-        base = setup.base
-        if not base.has_weights:  # what a checkpoint has of it
-            base = local_base(recipe, base.architecture.implementation)
-        if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
-            adapter = read_adapter(recipe.adapter, setup.base)
-    model = None
-    if base is not None:
-        model = reference_model(
-            base,
-            plan,
-            strategy,
-            setup.layout,
-            max_seq_length=setup.max_seq_length,
-            is_own=recipe.reference is None,
-            adapter=adapter,
-        )
-    journal.recorder.enter("reference")
-    values = compute_references(
-        samples_of_run(setup.data, setup.further_samples, setup.order, setup.validation_limit),
-        model,
-        strategy,
-        known=() if start.directory is None else (start.directory,),
-        display=journal.display,
-        warn=journal.warn,
-    )
-    journal.recorder.enter("set_up")
-    return References(values=values)
 
 
 # How the result is prompted
@@ -682,6 +650,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
     """Report what the recipe was resolved to, and show it in two lines."""
     plan, recipe, model, train = setup.plan, setup.recipe, setup.model, setup.data.train
     samples_per_epoch = setup.data.samples_per_epoch
+    outlined = None if setup.companion is None else setup.companion.outlined
     journal.recorder.expect(
         samples_per_epoch,
         mean_flops_per_token(
@@ -689,11 +658,11 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
             train.lengths,
             train.label_counts,
             setup.data.repetitions,
-            further=further_passes(recipe, setup.beside_outline),
+            further=further_passes(recipe, outlined),
         ),
         model.routing,
     )
-    beside, outlined = model_beside(recipe), setup.beside_outline
+    beside = model_beside(recipe)
     shapes = setup.layout.shapes
     resolved = Resolved(
         base_model=setup.base.name,

@@ -18,10 +18,10 @@ from ftkit.evaluation.loading import Loaded, load_result
 from ftkit.evaluation.result import find_result
 from ftkit.evaluation.scoring import Scoring, rouge_l
 from ftkit.evaluation.validation import answer_scores, validation_loss
+from ftkit.extensions.other_models.reference import FrozenReference
 from ftkit.extensions.preference.kto import Kto
 from ftkit.models import generation
 from ftkit.models.load_weights import Whole
-from ftkit.objectives.reference import FrozenReference
 from ftkit.recipe.own_metric import own_metrics
 from ftkit.recipe.recipe import METRICS
 

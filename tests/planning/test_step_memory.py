@@ -19,7 +19,7 @@ from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.models.pretrained.base_model import open_base
-from ftkit.objectives.reference import sequence_log_probabilities
+from ftkit.objectives.companion import sequence_log_probabilities
 from ftkit.planning.meter import parameters
 from ftkit.planning.simulate import largest_micro_batch, simulate_alone
 from ftkit.planning.tracker import LiveTensors

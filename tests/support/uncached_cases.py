@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from ftkit.evaluation import references
-    from ftkit.objectives.reference_values import ReferenceCache
+    from ftkit.extensions.other_models import references
+    from ftkit.extensions.other_models.reference_values import ReferenceCache
     from ftkit.strategies.frozen import frozen
     from ftkit.training.step import TrainStep
 

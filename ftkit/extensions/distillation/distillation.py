@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
-from ftkit.models.divergence import Direction, Divergence
+from ftkit.extensions.other_models.divergence import Direction, Divergence
+from ftkit.extensions.other_models.reference import TEACHER_HEAD, TEACHER_ROWS
 from ftkit.models.loss import HeadOutput
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
-from ftkit.objectives.reference import TEACHER_HEAD, TEACHER_ROWS
 from ftkit.objectives.supervised import Supervised
 
 

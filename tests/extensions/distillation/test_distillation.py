@@ -20,14 +20,14 @@ from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.extensions.distillation.distillation import Distill
-from ftkit.models.divergence import FrozenHead
+from ftkit.extensions.other_models.divergence import FrozenHead
+from ftkit.extensions.other_models.reference import TEACHER_HEAD, TEACHER_ROWS, Teacher
+from ftkit.extensions.other_models.second_model import check_context, check_logits, check_tokens
 from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.load_weights import Whole
 from ftkit.models.loss import Head
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.objectives.reference import TEACHER_HEAD, TEACHER_ROWS, Teacher
 
 WIDTH, TEACHER_WIDTH, VOCABULARY, LABELS = 8, 12, 40, 24
 TARGETS = torch.randint(VOCABULARY, (LABELS,), generator=torch.Generator().manual_seed(1))

@@ -12,7 +12,7 @@ import torch
 from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, Outcome, make_run, needs_deepspeed
 from tiny import make_llama, make_pairs
 
-from ftkit.objectives.reference_values import read_values
+from ftkit.extensions.other_models.reference_values import read_values
 from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ from tiny import make_labelled, make_llama, make_pairs
 from ftkit.checkpoint.metadata import read_metadata
 from ftkit.cli.app import run as run_command
 from ftkit.errors import UserError
-from ftkit.evaluation import references
+from ftkit.extensions.other_models import references
+from ftkit.extensions.other_models.second_model import check_context, check_tokens
 from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.pretrained.second_model import check_context, check_tokens
 from ftkit.objectives.objective import Batch
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import model_beside

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,29 +17,47 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from safetensors import SafetensorError
 
-from ftkit.checkpoint.metadata import REFERENCE
+from ftkit.checkpoint.metadata import REFERENCE, BaseIdentity
 from ftkit.data.dataset import DataSets
 from ftkit.data.samples.layout import FILLER, IntArray, RankLayout
 from ftkit.data.samples.loader import inference_loader
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.errors import UserError
-from ftkit.models.bodies.attention import planned_path
+from ftkit.evaluation.validation import Wanted
+from ftkit.extensions.other_models.reference import (
+    BelowAdapter,
+    Computed,
+    Reference,
+)
+from ftkit.extensions.other_models.reference_values import (
+    ReferenceCache,
+    ReferenceValues,
+    read_values,
+    write_values,
+)
+from ftkit.extensions.other_models.second_model import check_context, check_tokens
+from ftkit.models.bodies.attention import AttentionPath, planned_path
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.lora.adapter_files import Adapter
-from ftkit.models.pretrained.base_model import BaseModel, fingerprint
-from ftkit.objectives.reference import Computed, Reference, sequence_log_probabilities
-from ftkit.objectives.reference_values import ReferenceCache, ReferenceValues, read_values
+from ftkit.models.lora.adapter_files import Adapter, read_adapter
+from ftkit.models.pretrained.base_model import BaseModel, fingerprint, open_base
+from ftkit.objectives.companion import sequence_log_probabilities
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.recipe.recipe_sections import without_rounding
+from ftkit.runs.job import Job
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
+from ftkit.training.journal import Journal
+from ftkit.training.start import local_base
 from ftkit.utils.accelerators.use import free_cached_memory, sum_dtype
 from ftkit.utils.console.display import Display
 from ftkit.utils.progress import OnProgress
 from ftkit.version import __version__
+
+if TYPE_CHECKING:
+    from ftkit.training.setup import Setup
 
 # Each exchange sums an array over all ranks: many samples, so that they seldom wait for each other.
 _SAMPLES_AT_ONCE = 512
@@ -47,26 +66,107 @@ _SAVED_EVERY_S = 60.0
 """Seconds of work that an interruption may cost."""
 
 
-@dataclass(frozen=True)
-class References:
-    """The reference of every data set of a run."""
+class BelowAdapterInRun:
+    """The trained model without its adapter, as the reference of a run."""
 
-    in_every_pass: Reference | None = None
-    """The reference that computes in every pass: below the adapter, or another model."""
-    values: ReferenceValues | None = None
-    """Computed log-probabilities, if there is none."""
+    outlined: LanguageModel | None = None
+    identity: BaseIdentity | None = None
+    _reference: BelowAdapter
 
-    @property
-    def models(self) -> tuple[LanguageModel, ...]:
-        """Models of it in memory beside the trained one."""
-        return () if self.in_every_pass is None else self.in_every_pass.models
+    def path(self, own: AttentionPath) -> AttentionPath:
+        return own
+
+    def identify(self) -> None:
+        """Do nothing: it is the base model of the run."""
+
+    def outline(self) -> None:
+        """Do nothing: it is the trained model."""
+
+    def prepare(self, setup: "Setup", journal: Journal) -> None:
+        self._reference = BelowAdapter(setup.model, setup.strategy.precision.forward_context)
+
+    def load(self, setup: "Setup", display: Display) -> None:
+        """Do nothing: its weights are those of the trained model."""
 
     def of(self, samples: Samples) -> Reference:
-        """Reference of the samples of a data set."""
-        if self.in_every_pass is not None:
-            return self.in_every_pass
-        assert self.values is not None
-        return Computed(self.values.of(samples))
+        return self._reference
+
+    def write(self, directory: Path) -> list[Path]:
+        return []
+
+
+class ComputedBefore:
+    """A reference of a run whose log-probabilities are computed before the first step."""
+
+    outlined: LanguageModel | None = None
+    identity: BaseIdentity | None = None
+    _values: ReferenceValues
+
+    def __init__(self, job: Job, base: BaseModel, max_seq_length: int) -> None:
+        """Open the reference, if it is here and not the base model itself.
+
+        Args:
+            job: of the run.
+            base: the trained model.
+            max_seq_length: tokens of the longest sequence.
+
+        Raises:
+            UserError: its tokens are not those of the trained model, or its context is too short.
+        """
+        self._other = None if job.reference is None else open_base(job.reference)
+        if self._other is not None:
+            check_tokens(base, self._other, "reference")
+            check_context(self._other, "reference", max_seq_length)
+
+    def path(self, own: AttentionPath) -> AttentionPath:
+        return own
+
+    def identify(self) -> None:
+        """Do nothing: a checkpoint has what was computed of it."""
+
+    def outline(self) -> None:
+        """Do nothing: nothing of it is there in training."""
+
+    def prepare(self, setup: "Setup", journal: Journal) -> None:
+        recipe, start = setup.recipe, setup.start
+        base, adapter = self._other, None
+        if recipe.reference is None:
+            base = setup.base
+            if not base.has_weights:  # what a checkpoint has of it
+                base = local_base(recipe, base.architecture.implementation)
+            if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
+                adapter = read_adapter(recipe.adapter, setup.base)
+        model = None
+        if base is not None:
+            model = reference_model(
+                base,
+                setup.plan,
+                setup.strategy,
+                setup.layout,
+                max_seq_length=setup.max_seq_length,
+                is_own=recipe.reference is None,
+                adapter=adapter,
+            )
+        journal.recorder.enter("reference")
+        self._values = compute_references(
+            samples_of_run(setup.data, setup.further_samples, setup.order, setup.validation_limit),
+            model,
+            setup.strategy,
+            known=() if start.directory is None else (start.directory,),
+            display=journal.display,
+            warn=journal.warn,
+        )
+        journal.recorder.enter("set_up")
+
+    def load(self, setup: "Setup", display: Display) -> None:
+        """Do nothing: it is gone."""
+
+    def of(self, samples: Samples) -> Reference:
+        return Computed(self._values.of(samples))
+
+    def write(self, directory: Path) -> list[Path]:
+        write_values(self._values, directory / REFERENCE)
+        return [directory / REFERENCE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +251,6 @@ def _digest(adapter: Adapter) -> str:
         digest.update(name.encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """Samples whose log-probabilities are needed."""
-
-    samples: Samples
-    numbers: IntArray
-    """Those that are taken."""
 
 
 def samples_of_run(

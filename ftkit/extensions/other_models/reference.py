@@ -5,9 +5,7 @@ there; else log-probabilities are computed once, before training begins, or, whe
 the order of the samples, the reference stays in memory beside the trained model.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from abc import abstractmethod
 
 import numpy as np
 import numpy.typing as npt
@@ -15,29 +13,18 @@ import torch
 from torch import Tensor
 
 from ftkit.data.samples.layout import FILLER
-from ftkit.models.divergence import FrozenHead, HiddenRows
+from ftkit.extensions.other_models.divergence import FrozenHead, HiddenRows
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.load_weights import Sharding
 from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.loss import HeadOutput, LogProbabilities
+from ftkit.objectives.companion import Companion, Context, sequence_log_probabilities
 from ftkit.objectives.objective import Batch, sequence_sums
 from ftkit.recipe.adapter_types import is_adapter
 from ftkit.utils.accelerators.use import sum_dtype
 
-Context = Callable[[], AbstractContextManager[object]]
 TEACHER_HEAD, TEACHER_ROWS = "teacher_head", "teacher_rows"
 """Keys of a micro-batch: the teacher's head, and [labels, width], the rows it takes."""
-
-
-class Companion(ABC):
-    """A model that is not trained, and of which an objective needs numbers."""
-
-    models: tuple[LanguageModel, ...] = ()
-    """Models that it holds in memory beside the one that is trained."""
-
-    @abstractmethod
-    def add_to(self, batch: Batch) -> None:
-        """Add what the objective needs of it to a micro-batch on its device."""
 
 
 class Reference(Companion):
@@ -143,9 +130,3 @@ class Computed(Reference):
         assert not np.isnan(found).any(), "every sample of the run was computed"
         device: torch.device = batch["labels"].device
         return torch.from_numpy(found).to(sum_dtype(device)).to(device)
-
-
-@torch.no_grad()
-def sequence_log_probabilities(model: LanguageModel, batch: Batch) -> Tensor:
-    """Log-probability of each sequence of a micro-batch, [sequences] in nats, without gradients."""
-    return sequence_sums(output_of(model, batch, LogProbabilities()), batch)

@@ -6,20 +6,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from ftkit.data.samples.layout import RankLayout
+from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.shapes import FixedShapes
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.evaluation.loading import base_of
-from ftkit.evaluation.references import (
+from ftkit.evaluation.result import Result
+from ftkit.evaluation.session import Session, plan_session
+from ftkit.evaluation.validation import Wanted
+from ftkit.extensions.other_models.reference import (
+    BelowAdapter,
+    Computed,
+    FrozenReference,
+    Reference,
+)
+from ftkit.extensions.other_models.reference_values import ReferenceValues
+from ftkit.extensions.other_models.references import (
     ReferenceModel,
-    Wanted,
     compute_references,
     missing_from,
     reference_model,
     stored_values,
 )
-from ftkit.evaluation.result import Result
-from ftkit.evaluation.session import Session, plan_session
+from ftkit.extensions.other_models.second_model import check_context, check_tokens
 from ftkit.models.bodies.attention import planned_path
+from ftkit.models.language_model import LanguageModel
 from ftkit.models.lora.adapter_files import read_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -27,10 +37,7 @@ from ftkit.models.pretrained.base_model import (
     implementation_of,
     open_base,
 )
-from ftkit.models.pretrained.second_model import check_context, check_tokens
-from ftkit.objectives.reference import FrozenReference
-from ftkit.objectives.reference_values import ReferenceValues
-from ftkit.recipe.objectives import needs_reference_beside
+from ftkit.recipe.objectives import is_below_adapter, needs_reference_beside
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Quantization
@@ -40,7 +47,59 @@ from ftkit.strategies.strategy import Strategy, make_strategy
 from ftkit.utils.console.display import Display
 
 
-def prepare_reference(
+class ReferenceOfResult:
+    """The reference of a result."""
+
+    def __init__(
+        self,
+        result: Result,
+        options: EvaluateOptions,
+        base: BaseModel,
+        max_seq_length: int,
+        wanted: Sequence[Wanted],
+    ) -> None:
+        """Find it, and compute what has to be computed before the result is loaded.
+
+        Args:
+            result: with a recipe.
+            options: of the evaluation.
+            base: of the result.
+            max_seq_length: tokens of the longest sequence.
+            wanted: the samples to evaluate on.
+
+        Raises:
+            UserError: a model is needed, and not here or another one.
+        """
+        assert result.recipe is not None
+        self._in_every_pass: Reference | None = None
+        self._longest = max_seq_length
+        self._found: ReferenceValues | BaseModel | None = None
+        if not is_below_adapter(result.recipe):
+            self._found = _prepared(result, options, base, max_seq_length, wanted)
+
+    @property
+    def models(self) -> Sequence[LanguageModel]:
+        return () if self._in_every_pass is None else self._in_every_pass.models
+
+    @contextmanager
+    def loaded(self, session: Session, display: Display) -> Iterator[None]:
+        if self._found is None:
+            self._in_every_pass = BelowAdapter(session.loaded.model, session.context)
+        if not isinstance(self._found, BaseModel):
+            yield
+            return
+        with _beside(self._found, session, self._longest, display) as reference:
+            self._in_every_pass = reference
+            yield
+
+    def of(self, samples: Samples) -> Reference:
+        if self._in_every_pass is not None:
+            return self._in_every_pass
+        assert isinstance(self._found, ReferenceValues)
+        return Computed(self._found.of(samples))
+
+
+def _prepared(
     result: Result,
     options: EvaluateOptions,
     base: BaseModel,
@@ -73,13 +132,13 @@ def prepare_reference(
 
 
 @contextmanager
-def reference_beside(
+def _beside(
     reference: BaseModel, session: Session, max_seq_length: int, display: Display
 ) -> Iterator[FrozenReference]:
     """Load a reference that computes beside a result; it is there inside the context.
 
     Args:
-        reference: from `prepare_reference`.
+        reference: from `_prepared`.
         session: in which the result is loaded.
         max_seq_length: tokens of the longest sequence.
         display: shows progress.

@@ -7,7 +7,7 @@ import pytest
 
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.sample_set import JoinedSamples, SampleSet
-from ftkit.objectives.reference_values import (
+from ftkit.extensions.other_models.reference_values import (
     ReferenceCache,
     ReferenceValues,
     read_values,

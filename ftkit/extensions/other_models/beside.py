@@ -1,9 +1,15 @@
 """The frozen model that a run holds in memory beside the trained one: a teacher, or a reference."""
 
 from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftkit.checkpoint.metadata import BaseIdentity, Metadata
+from ftkit.data.samples.sample_set import Samples
 from ftkit.errors import UserError
+from ftkit.extensions.other_models.reference import Frozen, FrozenReference, Teacher
+from ftkit.extensions.other_models.second_model import check_context, check_logits, check_tokens
+from ftkit.models.bodies.attention import AttentionPath, common_path, planned_path
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -11,13 +17,83 @@ from ftkit.models.pretrained.base_model import (
     implementation_of,
     open_base,
 )
-from ftkit.models.pretrained.second_model import check_context, check_logits, check_tokens
-from ftkit.objectives.reference import Frozen, FrozenReference, Teacher
 from ftkit.recipe.objectives import ModelBeside
+from ftkit.runs.job import Job
 from ftkit.strategies.distributed import rank
-from ftkit.strategies.frozen import frozen
+from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.strategy import Strategy
+from ftkit.training.journal import Journal
+from ftkit.training.start import StartingPoint
 from ftkit.utils.console.display import Display
+
+if TYPE_CHECKING:
+    from ftkit.training.setup import Setup
+
+
+class ModelInMemory:
+    """A teacher or a reference of a run that computes beside the trained model in every step."""
+
+    def __init__(
+        self,
+        job: Job,
+        beside: ModelBeside,
+        start: StartingPoint,
+        base: BaseModel,
+        max_seq_length: int,
+    ) -> None:
+        """Open it, without its weights.
+
+        Args:
+            job: of the run.
+            beside: what it is.
+            start: where the run begins or continues.
+            base: the trained model.
+            max_seq_length: tokens of the longest sequence.
+
+        Raises:
+            UserError: its tokens are not those of the trained model, or its context is too short.
+        """
+        assert job.beside is not None
+        self._plan, self._beside, self._start = job.plan, beside, start.metadata
+        self._longest = max_seq_length
+        self._base = open_beside(
+            job.beside, beside, base, start.metadata, max_seq_length=max_seq_length
+        )
+        self._frozen: Frozen | None = None
+        self.outlined: LanguageModel | None = None
+        self.identity: BaseIdentity | None = None
+
+    def path(self, own: AttentionPath) -> AttentionPath:
+        return common_path(own, planned_path(self._base.architecture.attention, self._plan))
+
+    def identify(self) -> None:
+        self.identity = beside_identity(self._beside, self._base, self._start)
+
+    def outline(self) -> None:
+        self.outlined = outline_frozen(self._base, self._plan)
+
+    def prepare(self, setup: "Setup", journal: Journal) -> None:
+        """Do nothing: all of it is computed in the steps."""
+
+    def load(self, setup: "Setup", display: Display) -> None:
+        assert self.outlined is not None
+        self._frozen = load_beside(
+            self._beside,
+            self._base,
+            self.outlined,
+            setup.strategy,
+            setup.contexts,
+            max_seq_length=self._longest,
+            seed=setup.recipe.seed,
+            display=display,
+        )
+
+    def of(self, samples: Samples) -> Frozen:
+        assert self._frozen is not None
+        return self._frozen
+
+    def write(self, directory: Path) -> list[Path]:
+        return []
 
 
 def open_beside(

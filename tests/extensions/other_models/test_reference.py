@@ -15,12 +15,12 @@ from transformers_models import make_transformers_model
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet
+from ftkit.extensions.other_models.reference import (
+    BelowAdapter,
+)
 from ftkit.models.language_model import LanguageModel, outline_plain
 from ftkit.models.pretrained.base_model import BaseModel, open_base
-from ftkit.objectives.reference import (
-    BelowAdapter,
-    sequence_log_probabilities,
-)
+from ftkit.objectives.companion import sequence_log_probabilities
 from ftkit.recipe.objectives import is_below_adapter
 from ftkit.recipe.recipe import Quantization
 
