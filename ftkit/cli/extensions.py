@@ -18,6 +18,7 @@ from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
+from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.recipe.readers import READERS
 from ftkit.recipe.strategy_rows import STRATEGIES
@@ -41,6 +42,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     LAUNCHERS,
     LOGGERS,
     OBJECTIVES,
+    OPTIMIZERS,
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,
