@@ -24,7 +24,8 @@ from ftkit.checkpoint.metadata import (
     Metadata,
     is_shard,
 )
-from ftkit.strategies.state import BLOCK, codes_per_byte
+from ftkit.recipe.optimizers import BLOCK
+from ftkit.strategies.state import codes_per_byte
 from ftkit.utils.safetensors_files import save_in_portions, save_tensors
 from ftkit.utils.url_files import DamagedObject, StorageError, UrlTensors, lies_elsewhere, url_files
 from ftkit.utils.urls import display_path

@@ -19,6 +19,7 @@ from ftkit.recipe.companions import COMPANIONS
 from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
+from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.options import ExtensionsOptions
 from ftkit.recipe.readers import READERS
 from ftkit.recipe.recipe_sections import SECTIONS
@@ -45,6 +46,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     LAUNCHERS,
     LOGGERS,
     OBJECTIVES,
+    OPTIMIZERS,
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,

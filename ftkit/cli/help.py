@@ -18,12 +18,11 @@ from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.errors import UserError
 from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.objectives import OBJECTIVES
-from ftkit.recipe.optimizers import BITSANDBYTES, TORCH, TORCHAO
+from ftkit.recipe.optimizers import OPTIMIZERS, TORCH
 from ftkit.recipe.parsing import add_recipe_keys
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import FINETUNE
 from ftkit.recipe.recipe_keys import (
-    ALLOWED_PACKAGES,
     COMPONENTS,
     default_name,
     field_texts,
@@ -313,9 +312,11 @@ def _known_names(component: str) -> list[str]:
     if component == "peft":
         return ADAPTER_TYPES.names
     others = []
-    for package in (BITSANDBYTES, TORCHAO):
-        with suppress(ImportError):
-            others += [f"{package}.{name}" for name in _optimizers(package)]
+    for package in OPTIMIZERS.names:
+        with suppress(ImportError, UserError):  # not installed, or not usable
+            row = OPTIMIZERS.get(package)
+            if package != TORCH and row is not None and not row.strategy:
+                others += [f"{package}.{name}" for name in _optimizers(package)]
     return [*_optimizers(TORCH), *others]
 
 
@@ -345,8 +346,8 @@ def _component_class(component: str, name: str) -> type:
         package, _, last = name.rpartition(".")
         package = package or COMPONENTS["optimizer"]
         try:
-            allowed = package in ALLOWED_PACKAGES["optimizer"]
-            found = _optimizers(package).get(last) if allowed else None
+            is_known = OPTIMIZERS.get(package) is not None
+            found = _optimizers(package).get(last) if is_known else None
         except ImportError as error:
             raise UserError(
                 f"--optimizer.help {package}.{last} needs a package: {error}."

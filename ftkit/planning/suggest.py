@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ftkit.errors import UserError
 from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, largest_that_fits
-from ftkit.recipe.optimizers import BITSANDBYTES, strategies_of
+from ftkit.recipe.optimizers import strategies_of, traits_of
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.readers import Terms
@@ -19,7 +19,6 @@ Try = Callable[[Sequence[Override]], Planned]
 """The plan with some keys changed."""
 # GPUs of one usual machine.
 _DEVICES = (2, 4, 8)
-_ADAMS = ("torch.optim.Adam", "torch.optim.AdamW")
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 """Arguments of torch's optimizers that bitsandbytes' do not know or that mean something else."""
 _FEWEST_TOKENS = 128
@@ -114,16 +113,14 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         keys = (("train.optimizer_in_backward", "true"),)
         yield _Step("updates in the backward pass", keys)
     optimizer = recipe.optimizer
-    name = optimizer["class_path"].rpartition(".")[2]
-    if optimizer["class_path"] in _ADAMS and plan.strategy in strategies_of(
-        f"{BITSANDBYTES}.{name}8bit"
-    ):
+    smaller = traits_of(optimizer["class_path"]).in_8_bits
+    if smaller and plan.strategy in strategies_of(smaller):
         # Learning rate, betas and the like have the same names and meanings in both packages.
         kept = {k: v for k, v in optimizer["init_args"].items() if k not in _IMPLEMENTATION}
         yield _Step(
             "8-bit optimizer state",
             (
-                ("optimizer", f"{BITSANDBYTES}.{name}8bit"),
+                ("optimizer", smaller),
                 # Set again, because another class starts from its own defaults.
                 *((f"optimizer.{key}", json.dumps(value)) for key, value in kept.items()),
             ),

@@ -13,7 +13,7 @@ import yaml
 
 from ftkit.errors import UserError
 from ftkit.recipe.key_types import Kind, Range
-from ftkit.recipe.optimizers import PACKAGES
+from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.plugin import own_name
 from ftkit.recipe.readers import foreign_key
 from ftkit.recipe.recipe import Component, Lora, LoraRecipe, Method, Recipe
@@ -30,11 +30,9 @@ COMPONENTS = {
 }
 """Fields that name a class, with the package of short names."""
 
-ALLOWED_PACKAGES = {
-    "data": ("litgpt.data", "ftkit.data"),
-    "optimizer": tuple(PACKAGES),
-}
-"""Packages of class paths. A recipe never makes ftkit import anything else."""
+OF_DATA = ("litgpt.data", "ftkit.data")
+"""Packages of class paths of data, beside which those of optimizers are rows. A recipe never makes
+ftkit import anything else."""
 
 ONE_OF = {"data": ("path", "json_path", "sources")}
 """Arguments with one meaning: the one that is set later replaces the others."""
@@ -287,16 +285,17 @@ def check_component(field: str, component: Component | None) -> None:
     Raises:
         UserError: lists the allowed packages.
     """
-    allowed = ALLOWED_PACKAGES.get(field)
-    if component is None or allowed is None:
+    if component is None or field not in ("data", "optimizer"):
         return
     class_path = component["class_path"]
     if own_name(class_path) is not None:  # known where it is made: a recipe alone executes nothing
         return
     package, _, name = class_path.rpartition(".")
+    is_data = field == "data"
+    allowed = OF_DATA if is_data else OPTIMIZERS.names
     if package not in allowed or not name.isidentifier():
         file = class_path.removeprefix(f"{COMPONENTS[field]}.")
-        if field == "data" and ("/" in file or Path(file).exists()):
+        if is_data and ("/" in file or Path(file).exists()):
             raise UserError(
                 f"--data is {file}, but must be a kind of data; files and data sets on the hub "
                 f"are given as --data.path. Try --data JSON --data.path {shlex.quote(file)}."

@@ -9,7 +9,7 @@ Private parts that are used here, as they are in torch 2.11 to 2.13: of a parame
 
 import atexit
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ftkit.models.load_weights import Sharding
-from ftkit.recipe.optimizers import OPTIMIZERS
+from ftkit.recipe.optimizers import traits_of
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.recipe.strategy_rows import FsdpOptions
@@ -34,16 +34,11 @@ from ftkit.strategies.fully_shard import (
     one_of_many,
     rows_here,
 )
-from ftkit.strategies.optimizers import MuonWithAdamW
+from ftkit.strategies.optimizers import MuonWithAdamW, derived
 from ftkit.strategies.state import OptimizerStateView, StatePart, TorchState
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
-
-_FUSED = ("torch.optim.Adam", "torch.optim.AdamW", "torch.optim.Muon")
-"""Only these have fused steps over DTensors in torch; with Muon, AdamW beside it."""
-_NOT_OVER_DTENSORS = ("torch.optim.Rprop",)
-"""Optimizers with operations that DTensor does not have."""
 
 
 class Fsdp(Strategy):
@@ -84,18 +79,13 @@ class Fsdp(Strategy):
         )
 
     def _may_fuse(self, class_path: str) -> bool:
-        return class_path in _FUSED and super()._may_fuse(class_path)
+        return traits_of(class_path).fuses_rows and super()._may_fuse(class_path)
 
     def _over_shards(
         self, optimizer_class: type[torch.optim.Optimizer]
     ) -> type[torch.optim.Optimizer]:
-        if optimizer_class is MuonWithAdamW:
-            return GatheringMuonWithAdamW
-        if optimizer_class.__module__.startswith("bitsandbytes."):
-            return over_local_rows(optimizer_class)
-        class_path = self.plan.recipe.optimizer["class_path"]
-        takes_dtensors = class_path in OPTIMIZERS and class_path not in _NOT_OVER_DTENSORS
-        return optimizer_class if takes_dtensors else over_plain_rows(optimizer_class)
+        place = traits_of(self.plan.recipe.optimizer["class_path"]).over_rows
+        return derived(place, optimizer_class)
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
         self.keeps_whole_gradients(self._model, is_last=is_last)
@@ -248,6 +238,12 @@ class GatheringMuonWithAdamW(MuonWithAdamW):
     muon = _GatheringMuon
 
 
+def gathering(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class for sharded parameters in place of `MuonWithAdamW`."""
+    assert optimizer_class is MuonWithAdamW
+    return GatheringMuonWithAdamW
+
+
 # Other optimizers
 
 
@@ -291,58 +287,3 @@ def over_plain_rows(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.
     """Derive an optimizer whose updates are those of each number by itself, for sharded ones."""
     # Under the same name, which messages show and `canonical_kind` goes by.
     return type(optimizer_class.__name__, (_OverPlainRows, optimizer_class), {})
-
-
-# bitsandbytes
-
-
-class _OnLocalRows:
-    """Mixin that updates this rank's rows of a DTensor as the optimizer would update all rows.
-
-    The 8-bit state is quantised in blocks of 256 numbers. Where each rank's rows begin at a
-    multiple of 256, as in nearly all shapes on 2, 4 or 8 ranks, the blocks are those of the whole
-    parameter and the updates are equal; elsewhere they differ by rounding to 8 bits.
-    """
-
-    param_groups: list[dict[str, Any]]
-    state: Any
-
-    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        bitsandbytes: Any = super()
-        config: dict[str, Any] = bitsandbytes.get_config(gindex, pindex, group)
-        # Small parameters keep 32-bit state: the size of all rows decides, not of this rank's.
-        whole = self.param_groups[gindex]["params"][pindex]
-        is_large = whole.numel() >= config["min_8bit_size"]
-        return config | {"min_8bit_size": 0 if is_large else float("inf")}
-
-    def init_state(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        bitsandbytes: Any = super()
-        with self._local_rows(p) as rows:
-            bitsandbytes.init_state(group, rows, gindex, pindex)
-
-    def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-        bitsandbytes: Any = super()
-        with self._local_rows(p) as rows:
-            if rows.numel():  # there may be fewer rows than ranks
-                bitsandbytes.update_step(group, rows, gindex, pindex)
-
-    @contextmanager
-    def _local_rows(self, parameter: Tensor) -> Iterator[Tensor]:
-        """This rank's rows with their gradient and state; they share the parameter's memory."""
-        assert isinstance(parameter, DTensor)
-        rows = parameter.to_local().detach()
-        if isinstance(parameter.grad, DTensor):
-            rows.grad = parameter.grad.to_local()
-        # bitsandbytes looks state up by parameter.
-        self.state[rows] = self.state[parameter]
-        try:
-            yield rows
-        finally:
-            # Only while it runs: checkpoints see one entry for each parameter.
-            del self.state[rows]
-
-
-def over_local_rows(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Derive an optimizer of bitsandbytes for parameters that FSDP has sharded."""
-    # Under the same name, which messages show and `canonical_kind` goes by.
-    return type(optimizer_class.__name__, (_OnLocalRows, optimizer_class), {})

@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
-from ftkit.recipe.optimizers import MUON, NAMES_ELSEWHERE
+from ftkit.recipe.optimizers import names_elsewhere, traits_of
 from ftkit.recipe.plugin import own_class, own_names
 from ftkit.recipe.recipe import Component
-from ftkit.strategies.torchao import in_pieces, is_quantised
 from ftkit.utils.imports import dtensor
 from ftkit.utils.names import nearest
 
@@ -143,29 +142,40 @@ def resolve_optimizer(
     """
     class_path, arguments = chosen["class_path"], dict(chosen["init_args"])
     optimizer_class = _optimizer_class(class_path)
-    known = dict(inspect.signature(optimizer_class).parameters)
-    if class_path == MUON:  # which has AdamW beside it
-        known |= {"betas": inspect.signature(torch.optim.AdamW).parameters["betas"]}
+    traits = traits_of(class_path)
+    known = [*inspect.signature(optimizer_class).parameters, *traits.further]
     for name in arguments:
         # Here, because the class would raise a TypeError without a suggestion.
         if name not in known:
             close = nearest(name, known)
-            hint = f"Did you mean {close}?" if close else f"Known: {', '.join(list(known)[1:])}."
+            hint = f"Did you mean {close}?" if close else f"Known: {', '.join(known[1:])}."
             raise UserError(
                 f"optimizer.init_args.{name} is not an argument of {class_path}. {hint}"
             )
     if "betas" in arguments:
         # YAML only has lists.
         arguments["betas"] = tuple(arguments["betas"])
-    if class_path == MUON:
-        return MuonWithAdamW, arguments | {"fused": may_fuse}
-    if is_quantised(optimizer_class):
-        return in_pieces(optimizer_class), arguments
+    used = derived(traits.used, optimizer_class)
     # Fused steps are faster and need no temporary copy of the parameters.
     implementation = {"fused", "foreach", "capturable", "differentiable"}
-    if "fused" in known and may_fuse and not implementation & arguments.keys():
+    has_fused = "fused" in inspect.signature(used).parameters
+    if has_fused and may_fuse and not implementation & arguments.keys():
         arguments["fused"] = True
-    return optimizer_class, arguments
+    return used, arguments
+
+
+def derived(place: str, optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Return the class that trains in place of another.
+
+    Args:
+        place: MODULE:FUNCTION that returns it, from a row; empty: the class itself.
+        optimizer_class: the class.
+    """
+    if not place:
+        return optimizer_class
+    module, _, name = place.partition(":")
+    found: type[Optimizer] = getattr(importlib.import_module(module), name)(optimizer_class)
+    return found
 
 
 def _optimizer_class(class_path: str) -> type[Optimizer]:
@@ -181,7 +191,7 @@ def _optimizer_class(class_path: str) -> type[Optimizer]:
     is_class = isinstance(found, type) and issubclass(found, Optimizer)
     if not is_class or found is Optimizer:
         known = [n for n in dir(torch.optim) if n[:1].isupper()] + own_names("optimizer")
-        close = NAMES_ELSEWHERE.get(name) or nearest(name, known)
+        close = names_elsewhere().get(name) or nearest(name, known)
         raise UserError(
             f"optimizer is {class_path!r}, but there is no such optimizer. "
             f"Try --optimizer {close or 'AdamW'}, or --plugin FILE.py for one of your own."
@@ -312,6 +322,12 @@ class MuonWithAdamW(Optimizer):
                 group for group in self.param_groups if uses_muon(group) == is_muon
             ]
             part.step()
+
+
+def with_adamw(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Return the class that trains in place of torch's Muon, which only takes matrices."""
+    assert optimizer_class is torch.optim.Muon
+    return MuonWithAdamW
 
 
 def _by_decay(parameters: dict[float, list[Tensor]]) -> list[dict[str, Any]]:

@@ -17,15 +17,14 @@ from torch.optim import Optimizer
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import LanguageModel, trainable
 from ftkit.models.lora.targets import our_name
+from ftkit.recipe.optimizers import BLOCK, OPTIMIZERS, OptimizerPackage
+from ftkit.strategies.coded_state import CodedState, Codes
 from ftkit.strategies.optimizers import MuonWithAdamW, hidden_matrices, uses_muon
-from ftkit.strategies.torchao import InPieces, codes_in
 
 PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""
 AVERAGE = "average"
 """Kind of the running average of a parameter, also in checkpoints."""
-BLOCK = 256
-"""Numbers of an 8-bit state that share a scale (bitsandbytes, and torchao's default)."""
 
 Averages = defaultdict[Tensor, dict[str, Any]]
 """Running averages by parameter, in the form of an optimizer's state."""
@@ -137,18 +136,45 @@ class TorchState:
             values, rows = self.local_values(value), self.local_values(parameter)
             scales, code = _table_of(state, key, "absmax"), _table_of(state, key, "qmap")
             if values.shape == rows.shape:
-                yield _of_range(whole, kind, values, scales, code)
+                yield self._of_range(whole, kind, values, scales, code)
             elif count := numbers_for_each(values.shape, rows.shape):
                 # Several numbers for each of the parameter, as in [2, *shape]: as many ranges.
                 place = replace(whole, shape=torch.Size([count, *parameter.shape]))
                 for index, some in enumerate(values):
                     start = whole.start + index * parameter.numel()
                     own = None if scales is None else scales[index]
-                    yield _of_range(replace(place, start=start), kind, some, own, code)
+                    yield self._of_range(replace(place, start=start), kind, some, own, code)
             elif whole.replicated:  # such as a factored second moment
                 yield self.local(value, kind)
             else:
                 raise without_place(self._optimizer, kind)
+
+    def _of_range(
+        self,
+        place: StatePart,
+        kind: str,
+        values: Tensor,
+        scales: Tensor | None,
+        code: Tensor | None,
+    ) -> StatePart:
+        """A state with a number for each number of a range.
+
+        Args:
+            place: the range, with other values.
+            kind: of the state.
+            values: of the state.
+            scales: of bitsandbytes' codes, if the values are these.
+            code: values of the codes.
+        """
+        optimizer = self._optimizer
+        found = optimizer.codes_in(values) if isinstance(optimizer, CodedState) else None
+        if found is not None:
+            return coded_part(found, values, kind, place)
+        flat = values.detach().view(-1)
+        part = replace(place, kind=kind, values=flat, scales=scales, code=code)
+        if code is not None:
+            part = replace(part, quantize=partial(_quantize_as_bitsandbytes, part))
+        return part
 
     def scalars(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -206,7 +232,7 @@ class TorchState:
                     optimizer.init_state(group, parameter, group_index, index)
                     state.update({key: int(value) for key, value in scalars.items()})
                     continue
-                if isinstance(optimizer, InPieces):
+                if isinstance(optimizer, CodedState):
                     state.update(optimizer.new_state(parameter))
                 for kind, shape in wanted.items():
                     if kind not in state:
@@ -226,27 +252,6 @@ def _table_of(state: Mapping[str, Any], key: str, table: str) -> Tensor | None:
     return found
 
 
-def _of_range(
-    place: StatePart, kind: str, values: Tensor, scales: Tensor | None, code: Tensor | None
-) -> StatePart:
-    """A state with a number for each number of a range.
-
-    Args:
-        place: the range, with other values.
-        kind: of the state.
-        values: of the state.
-        scales: of bitsandbytes' codes, if the values are these.
-        code: values of the codes.
-    """
-    if (part := torchao_part(values, kind, place)) is not None:
-        return part
-    flat = values.detach().view(-1)
-    part = replace(place, kind=kind, values=flat, scales=scales, code=code)
-    if code is not None:
-        part = replace(part, quantize=partial(_quantize_as_bitsandbytes, part))
-    return part
-
-
 def without_place(optimizer: Optimizer, kind: str) -> UserError:
     """The error for a state of which a rank has parts that are no ranges of the whole."""
     return UserError(
@@ -256,16 +261,15 @@ def without_place(optimizer: Optimizer, kind: str) -> UserError:
     )
 
 
-def torchao_part(values: Tensor, kind: str, whole: StatePart) -> StatePart | None:
-    """A part of a parameter's range as torchao quantises it; None: it does not.
+def coded_part(found: Codes, values: Tensor, kind: str, whole: StatePart) -> StatePart:
+    """A part of a parameter's range as an optimizer with codes keeps it.
 
     Args:
+        found: codes and scales of the state.
         values: this rank's state of the range.
         kind: of the state.
         whole: the parameter's own numbers in the range.
     """
-    if (found := codes_in(values)) is None:
-        return None
     return replace(
         whole,
         kind=kind,
@@ -344,8 +348,9 @@ def state_kinds(
     Raises:
         UserError: the optimizer cannot step, or keeps state that checkpoints cannot hold.
     """
-    if optimizer_class.__module__.startswith("deepspeed."):  # takes a second to construct
-        return {"exp_avg": 1, "exp_avg_sq": 1}
+    package, _ = _origin(optimizer_class)
+    if package.kinds:
+        return dict(package.kinds)
     parameters = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
     for parameter in parameters:
         # Zeros are enough: state is created for every parameter that has a gradient.
@@ -398,15 +403,22 @@ def bytes_per_number(
         for shape in (_MATRIX, _VECTOR)
     )
     states = matrix_fraction * of_matrix + (1 - matrix_fraction) * of_vector
+    package, name = _origin(optimizer_class)
     state_bytes: float = dtype.itemsize
-    if issubclass(optimizer_class, InPieces):
-        state_bytes = optimizer_class.bytes_per_number(arguments)
-    elif optimizer_class.__name__.endswith("8bit") or arguments.get("optim_bits") == 8:
-        # A byte for each number and a float32 scale for each block.
-        state_bytes = 1 + 4 / BLOCK
-    elif optimizer_class.__module__.startswith("bitsandbytes"):
-        state_bytes = 4
+    if package.number_bytes is not None:
+        state_bytes = package.number_bytes(name, arguments)
     return dtype.itemsize + state_bytes * states
+
+
+def _origin(optimizer_class: type[Optimizer]) -> tuple[OptimizerPackage, str]:
+    """The package that has an optimizer, or the one it derives from, with the name there."""
+    # By the modules: some are used without being named by a recipe.
+    return next(
+        (package, base.__name__)
+        for base in optimizer_class.__mro__
+        for package in (*OPTIMIZERS, *OPTIMIZERS.opened.values())
+        if f"{base.__module__}.".startswith(f"{package.name}.")
+    )
 
 
 def numbers_for_each(state: torch.Size, parameter: torch.Size) -> int:

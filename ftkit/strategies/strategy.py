@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ftkit.models.language_model import LanguageModel, output_of, trainable
 from ftkit.models.load_weights import Sharding, Whole
 from ftkit.models.loss import HeadOutput
-from ftkit.recipe.optimizers import OPTIMIZERS, is_paged
+from ftkit.recipe.optimizers import is_paged, traits_of
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.distributed import make_device
@@ -227,7 +227,7 @@ class Strategy(ABC):
             UserError: names what works.
         """
         optimizer_class, arguments = self.optimizer_of()
-        if self.plan.recipe.optimizer["class_path"] not in OPTIMIZERS:
+        if traits_of(self.plan.recipe.optimizer["class_path"]).is_tried:
             try_optimizer(optimizer_class, arguments, self.plan, device)
 
     def _may_fuse(self, class_path: str) -> bool:
@@ -468,18 +468,23 @@ class Strategy(ABC):
         return simulation.without(kinds if self.plan.kind.pages_optimizer_state else [])
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested containers, in bitsandbytes' states and in DeepSpeed's buckets."""
+def tensors_in(value: Any, opened: str = "bitsandbytes.") -> Iterator[Tensor]:
+    """Tensors in nested containers.
+
+    Args:
+        value: a container, or a tensor.
+        opened: beginning of the modules of objects that are containers too.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, opened)
     elif isinstance(value, list | tuple | set):
         for item in value:
-            yield from tensors_in(item)
-    elif type(value).__module__.startswith(("bitsandbytes.", "deepspeed.runtime.zero")):
-        yield from tensors_in(getattr(value, "__dict__", {}))
+            yield from tensors_in(item, opened)
+    elif type(value).__module__.startswith(opened):
+        yield from tensors_in(getattr(value, "__dict__", {}), opened)
 
 
 @torch.no_grad()

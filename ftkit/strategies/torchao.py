@@ -7,7 +7,6 @@ states; of torch `_dynamo.utils.disable_cache_limit`, as torchao uses it.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
 
 from ftkit.recipe.optimizers import TORCHAO
+from ftkit.strategies.coded_state import CodedState, Codes
 from ftkit.utils.accelerators.kinds import device_kind
 from ftkit.utils.imports import dtensor
 
@@ -27,7 +27,7 @@ _AT_ONCE, _AT_ONCE_FUSED = 2**17, 2**24
 """Numbers of a piece."""
 
 
-class InPieces(Optimizer):
+class InPieces(CodedState):
     """Mixin that updates a parameter in pieces, of which this rank may have some rows.
 
     torchao updates a parameter at once, and compiles that for each shape. Without a compiler the
@@ -38,15 +38,7 @@ class InPieces(Optimizer):
     block_size: int
     bf16_stochastic_round: bool
     is_adamw: bool
-    is_packed: bool
-    """Whether two codes share a byte."""
     _subclass_zeros: Callable[[Tensor, bool, int], Tensor]
-
-    @classmethod
-    def bytes_per_number(cls, arguments: Any) -> float:
-        """Bytes of a number in a quantised state: its code and a share of the block's scale."""
-        block = arguments.get("block_size", 128 if cls.is_packed else 256)
-        return (0.5 if cls.is_packed else 1) + 4 / block
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -59,12 +51,14 @@ class InPieces(Optimizer):
                     self._update(parameter, group)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """State before the first update; that of a sharded parameter is of this rank's rows."""
         return {
             "step": torch.tensor(0.0),
             "exp_avg": self._zeros(parameter, signed=True),
             "exp_avg_sq": self._zeros(parameter, signed=False),
         }
+
+    def codes_in(self, state: Tensor) -> Codes | None:
+        return codes_in(state)
 
     def _zeros(self, parameter: Tensor, *, signed: bool) -> Tensor:
         rows = _local(parameter)
@@ -119,40 +113,19 @@ class InPieces(Optimizer):
             yield slice(first, min(first + size, numel))
 
 
-def is_quantised(optimizer_class: type[Optimizer]) -> bool:
-    """Return whether an optimizer is one of torchao's, whose state has few bits."""
-    if not optimizer_class.__module__.startswith(f"{TORCHAO}."):
-        return False
+def in_pieces(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Derive an optimizer of torchao that updates in pieces, if its state is quantised."""
     from torchao.optim.adam import _AdamBase
 
-    return issubclass(optimizer_class, _AdamBase)
-
-
-def in_pieces(optimizer_class: type[Optimizer]) -> type[Optimizer]:
-    """Derive an optimizer of torchao that updates in pieces."""
-    name = optimizer_class.__name__
-    content = {"is_packed": name.endswith("4bit")}
+    if not issubclass(optimizer_class, _AdamBase):
+        return optimizer_class
     # Under the same name, which messages show and `canonical_kind` goes by.
-    derived: Any = type(name, (InPieces, optimizer_class), content)
+    derived: Any = type(optimizer_class.__name__, (InPieces, optimizer_class), {})
     for signed in (True, False):
         # torchao computes tables of levels once in a process, which a simulation could not.
         derived._subclass_zeros(torch.zeros(256), signed, 256)
     found: type[Optimizer] = derived
     return found
-
-
-@dataclass(frozen=True)
-class Codes:
-    """A quantised state as codes, which are views of it."""
-
-    codes: Tensor
-    """[numbers], or [numbers / 2] with two codes of 4 bits in a byte, flat in uint8."""
-    scales: Tensor
-    """[blocks]."""
-    code: Tensor
-    """Values of the codes: [256], or [16] for 4 bits."""
-    block: int
-    """Codes that share a scale."""
 
 
 def codes_in(state: Any) -> Codes | None:

@@ -4,9 +4,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from optimizers import DEEPSPEED, KNOWN
 from rank_jobs import NO_EVALUATION, Case, Outcome, Run, make_run, needs_deepspeed
 
-from ftkit.recipe.optimizers import DEEPSPEED, OPTIMIZERS, strategies_of
+from ftkit.recipe.optimizers import strategies_of
 
 CUT = 2
 """Steps of the first session, of 5."""
@@ -232,7 +233,7 @@ MOVES |= {
         (strategy, 1 if strategy == "single" else 2, changes),
         within=within_of(name),
     )
-    for name, traits in OPTIMIZERS.items()
+    for name, traits in KNOWN.items()
     for changes in [changes_of(name)]
     for strategy in strategies_of(name)
     if not name.startswith(DEEPSPEED) and not (traits.family == "AdEMAMix" and "Paged" in name)

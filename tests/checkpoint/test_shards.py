@@ -21,7 +21,7 @@ from ftkit.checkpoint.shards import (
     write_shard,
     write_shard_in_portions,
 )
-from ftkit.strategies.state import BLOCK
+from ftkit.recipe.optimizers import BLOCK
 from ftkit.utils.safetensors_files import save_tensors
 
 SHAPE = torch.Size((7, 5))

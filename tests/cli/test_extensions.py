@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, command_environment, command_line
+from rank_jobs import needs_deepspeed
 
 from ftkit.runs.report.metrics import read_metrics
 from ftkit.utils.registry import Installed, Registry, extension_names, installed_rows
@@ -143,6 +144,38 @@ def scale(body, base, recipe, trains):
     for block in body.blocks:
         block.mlp.register_forward_hook(lambda module, given, output: factor * output)
 """
+_OPTIMIZERS = """
+from ftkit.recipe.optimizers import OptimizerPackage, OptimizerTraits
+
+OPTIM = OptimizerPackage(
+    name="greetings.optim",
+    optimizers={
+        "Heavy": OptimizerTraits(over_rows="ftkit.strategies.fsdp:over_plain_rows"),
+        "Loud": OptimizerTraits(unusable="which shouts. Try --optimizer greetings.optim.Heavy"),
+    },
+)
+"""
+_OPTIM = """
+import torch
+
+
+class Heavy(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3, damping=0.0):
+        super().__init__(params, {"lr": lr, "damping": damping})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.mul_(group["damping"]).add_(parameter.grad)
+                    parameter.sub_(mean, alpha=group["lr"])
+
+
+class Loud(Heavy):
+    pass
+"""
 _HELLO = """
 def say(options):
     print(*[f"Hello {options.whom}."] * options.times)
@@ -175,6 +208,8 @@ def make_wheel(
         "greetings/names.py": _NAMES,
         "greetings/objectives.py": _OBJECTIVE,
         "greetings/losses.py": _LOSSES,
+        "greetings/optimizers.py": _OPTIMIZERS,
+        "greetings/optim.py": _OPTIM,
         "greetings/tables.py": _TABLES,
         "greetings/sections.py": _SECTION,
         "greetings/layers.py": _LAYERS,
@@ -320,6 +355,53 @@ def test_keys_of_another_package_are_keys_of_recipes(
     more = ("--resume", "auto", "--train.max_steps", "3", "--scale.factor", "3")
     resumed = ftkit(*quickstart, *more, "--eval.exact_match", "0", "--out_dir", str(out))
     assert resumed.returncode == 0 and "scale.factor 2 -> 3" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "single",
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("deepspeed", marks=[pytest.mark.slow, needs_deepspeed]),
+    ],
+)
+def test_an_optimizer_of_another_package_is_trained_and_resumed(
+    ftkit_with: Callable[..., Run], tmp_path: Path, strategy: str
+) -> None:
+    ftkit = ftkit_with(points="[ftkit.optimizers]\ngreetings.optim = greetings.optimizers:OPTIM")
+    short = ("--train.max_steps", "3", "--eval.exact_match", "0", "--precision", "32-true")
+    ranks = ("--devices", "1" if strategy == "single" else "2", "--strategy", strategy)
+    heavy = ("--optimizer", "greetings.optim.Heavy", "--optimizer.damping", "0.5")
+    torchs = ("--optimizer", "SGD", "--optimizer.momentum", "0.5")
+    for name, words in {
+        "whole": heavy,
+        "resumed": (*heavy, "--stop_after", "1"),
+        "resumed on": (*heavy, "--resume", "auto"),
+        "torch's": torchs,
+    }.items():
+        out = ("--optimizer.lr", "0.01", "--out_dir", str(tmp_path / name.removesuffix(" on")))
+        quickstart = str(ROOT / "recipes/quickstart.yaml")
+        run = ftkit("finetune", quickstart, *short, *ranks, *words, *out)
+        assert run.returncode == 0, run.stderr
+    found = losses(tmp_path / "whole")
+    assert found == losses(tmp_path / "resumed") and len(found) == 3
+    assert found == pytest.approx(losses(tmp_path / "torch's"), rel=1e-6)
+
+
+def test_what_an_optimizer_of_another_package_cannot_do_is_refused(
+    ftkit_with: Callable[..., Run],
+) -> None:
+    ftkit = ftkit_with(points="[ftkit.optimizers]\ngreetings.optim = greetings.optimizers:OPTIM")
+    words = ("plan", str(ROOT / "recipes/quickstart.yaml"), "--optimizer")
+    loud = ftkit(*words, "greetings.optim.Loud")
+    assert loud.returncode == 2 and "which shouts" in loud.stderr
+    other = ftkit(*words, "greetings.losses.Polite")
+    assert other.returncode == 2 and "or greetings.optim" in other.stderr
+    mistyped = ftkit(*words, "greetings.optim.Heavy", "--optimizer.dampin", "1")
+    assert mistyped.returncode == 2 and "Did you mean damping?" in mistyped.stderr
+    assert "greetings.optim.Heavy" in ftkit("finetune", "--optimizer.help").stdout
+    shown = ftkit("plan", str(ROOT / "recipes/quickstart.yaml"), "--optimizer", "AdamW")
+    assert shown.returncode == 0 and "imported" not in shown.stdout, "nothing of it is"
 
 
 POLITE = ("--objective", "polite")

@@ -40,8 +40,8 @@ from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import LoraRecipe, Quantization
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import read_report
-from ftkit.strategies.fsdp import over_local_rows
 from ftkit.strategies.fully_shard import FullyShard
+from ftkit.strategies.local_rows import over_local_rows
 
 FOUR_BIT: list[Quantization] = ["bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq"]
 KINDS: list[Quantization] = [*FOUR_BIT, "bnb.int8"]

@@ -5,11 +5,12 @@ import re
 
 import pytest
 from messages import message_of, says
+from optimizers import DEEPSPEED, KNOWN
 
 from ftkit.errors import UserError
 from ftkit.recipe.changes import carries_over
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.optimizers import DEEPSPEED, MUON, OPTIMIZERS, strategies_of
+from ftkit.recipe.optimizers import MUON, strategies_of
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.strategy_rows import STRATEGIES
@@ -32,7 +33,7 @@ def plan(optimizer: str, strategy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES.names)
 def test_what_a_strategy_cannot_run_is_refused_with_what_works(strategy: str) -> None:
-    for optimizer, traits in OPTIMIZERS.items():
+    for optimizer, traits in KNOWN.items():
         if strategy in strategies_of(optimizer):
             plan(optimizer, strategy)
             continue

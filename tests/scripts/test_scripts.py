@@ -115,6 +115,7 @@ NO_MODULES = {
         "ftkit.implementations",
         "ftkit.launchers",
         "ftkit.loggers",
+        "ftkit.optimizers",
         "ftkit.prompt_styles",
         "ftkit.recipe_readers",
         "ftkit.stored_forms",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from messages import says
+from optimizers import DEEPSPEED, KNOWN
 from plugins import plugin_of
 from rank_jobs import needs_deepspeed
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ftkit.errors import UserError
 from ftkit.extensions.deepspeed.deepspeed import ZeroState
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.optimizers import DEEPSPEED, OPTIMIZERS, PACKAGES
+from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.plugin import using
@@ -42,7 +43,7 @@ MARKS = {
 }
 USABLE = [
     pytest.param(name, marks=MARKS.get(name, ()))
-    for name, traits in OPTIMIZERS.items()
+    for name, traits in KNOWN.items()
     if not traits.unusable
 ]
 
@@ -61,7 +62,7 @@ def resolved(class_path: str, **more: Any) -> tuple[Any, dict[str, Any]]:
     "package",
     [
         pytest.param(name, marks=[pytest.mark.slow, needs_deepspeed] if name == DEEPSPEED else [])
-        for name in PACKAGES
+        for name in (row.name for row in OPTIMIZERS)
     ],
 )
 def test_every_optimizer_that_a_recipe_can_name_has_a_row(package: str) -> None:
@@ -73,12 +74,12 @@ def test_every_optimizer_that_a_recipe_can_name_has_a_row(package: str) -> None:
         and issubclass(found, torch.optim.Optimizer)
         and found is not torch.optim.Optimizer
     }
-    assert named <= OPTIMIZERS.keys()
+    assert named <= KNOWN.keys()
 
 
 @pytest.mark.parametrize("class_path", USABLE)
 def test_a_row_says_what_the_optimizer_does(class_path: str) -> None:
-    traits, (kind, arguments) = OPTIMIZERS[class_path], resolved(class_path)
+    traits, (kind, arguments) = KNOWN[class_path], resolved(class_path)
     make = partial(kind, **arguments)
     assert learns_in_parts(make, CPU) == (not traits.whole)
     assert continues(make, CPU)

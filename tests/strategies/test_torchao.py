@@ -8,7 +8,7 @@ import torchao.optim
 from torch import nn
 
 from ftkit.strategies import torchao as ours
-from ftkit.strategies.state import StatePart, bytes_per_number, state_kinds, torchao_part
+from ftkit.strategies.state import StatePart, bytes_per_number, coded_part, state_kinds
 
 CPU = torch.device("cpu")
 NAMES = ["AdamW4bit", "AdamW8bit", "AdamWFp8", "Adam4bit", "Adam8bit", "AdamFp8"]
@@ -72,8 +72,10 @@ def test_the_codes_of_a_state_are_its_numbers_and_can_be_set(name: str) -> None:
     whole = StatePart(kind="parameter", shape=matrix.shape, start=0, values=matrix.view(-1))
     for kind in ("exp_avg", "exp_avg_sq"):
         state = optimizer.state[matrix][kind]
-        part = torchao_part(state, kind, whole)
-        assert part is not None and part.quantize is not None
+        found = ours.codes_in(state)
+        assert found is not None
+        part = coded_part(found, state, kind, whole)
+        assert part.quantize is not None
         assert part.numel == matrix.numel()
         assert numbers_of(part).equal(state.dequantize().view(-1))
         other = torch.rand(matrix.numel(), generator=torch.Generator().manual_seed(3))

@@ -335,7 +335,7 @@ class DeepSpeed(Strategy):
             category = next((found for word, found in _CATEGORIES if word in name), None)
             if category is None:
                 continue
-            for tensor in tensors_in(value):
+            for tensor in tensors_in(value, "deepspeed.runtime.zero"):  # its buckets
                 if not hasattr(tensor, "ds_tensor"):  # a parameter, perhaps gathered now
                     yield tensor, category
                 if tensor.is_leaf and tensor.grad is not None:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ftkit.recipe.optimizers import NAMES_ELSEWHERE
+from ftkit.recipe.optimizers import names_elsewhere
 from ftkit.recipe.translation import OFF, Reading, Row, idle, missing, part, same
 
 SERVICE = "ftkit logs to a service only if the command line says so: --logger_name"
@@ -231,9 +231,10 @@ def optimizer(
     reading: Reading, name: str, *, key: str = "optim", learning_rate: Any = None
 ) -> None:
     """Set the optimizer with its arguments."""
-    if name not in NAMES_ELSEWHERE:
+    known = names_elsewhere()
+    if name not in known:
         reading.refuse(key, OTHER_OPTIMIZERS.get(name, "optimizer"))
-    class_path = NAMES_ELSEWHERE.get(name, "torch.optim.AdamW")
+    class_path = known.get(name, "torch.optim.AdamW")
     rate = reading["learning_rate"] if learning_rate is None else learning_rate
     arguments: dict[str, Any] = {
         "lr": rate,
