@@ -6,7 +6,6 @@ optimizer that a row lists with the optimizer itself. One that no row lists, suc
 or of a newer library, is tried before anything is loaded (`ftkit/strategies/optimizer_trial.py`).
 """
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -17,10 +16,10 @@ from ftkit.recipe.recipe import Component
 from ftkit.recipe.strategy_rows import STRATEGIES
 from ftkit.utils.registry import Registry
 
-TORCH, BITSANDBYTES, TORCHAO = "torch.optim", "bitsandbytes.optim", "torchao.optim"
+TORCH, BITSANDBYTES = "torch.optim", "bitsandbytes.optim"
 MUON = f"{TORCH}.Muon"
 BLOCK = 256
-"""Numbers of an 8-bit state that share a scale (bitsandbytes, and torchao's default)."""
+"""Numbers of an 8-bit state of bitsandbytes that share a scale."""
 
 State = Literal["number", "numbers", "factors"]
 """What a tensor of state has: a number for each number of the parameter, several for each, as in
@@ -93,7 +92,7 @@ class OptimizerPackage:
     """Refuses, by a UserError, arguments that do not suit a run; None: all do."""
 
 
-_ADAM = OptimizerTraits(family="Adam")
+ADAM = OptimizerTraits(family="Adam")
 _BY_NORMS = "scales its updates by the norms of whole parameters"
 _BITS = ("", "8bit", "32bit")
 
@@ -105,7 +104,7 @@ _OF_TORCH = OptimizerPackage(
             OptimizerTraits(),
         ),
         **{
-            name: replace(_ADAM, fuses_rows=True, in_8_bits=f"{BITSANDBYTES}.{name}8bit")
+            name: replace(ADAM, fuses_rows=True, in_8_bits=f"{BITSANDBYTES}.{name}8bit")
             for name in ("Adam", "AdamW")
         },
         # It has operations that DTensor does not have.
@@ -193,62 +192,7 @@ def _bytes_of_bitsandbytes(name: str, arguments: Mapping[str, Any]) -> float:
     return 1 + 4 / BLOCK if name.endswith("8bit") or arguments.get("optim_bits") == 8 else 4
 
 
-def _bytes_of_torchao(name: str, arguments: Mapping[str, Any]) -> float:
-    # A code for each number and a share of the block's float32 scale.
-    is_packed = name.endswith("4bit")
-    return (0.5 if is_packed else 1) + 4 / arguments.get("block_size", 128 if is_packed else 256)
-
-
-def _refuse_of_torchao(facts: Facts) -> None:
-    recipe, strategy = facts.recipe, facts.strategy.name
-    optimizer, arguments = recipe.optimizer["class_path"], recipe.optimizer["init_args"]
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError(
-            f"optimizer is {optimizer}, but torchao is not installed. Try pip install "
-            "'ftkit[torchao]', or --optimizer bitsandbytes.optim.AdamW8bit."
-        )
-    block = arguments.get("block_size", 256)
-    if not (type(block) is int and block > 0 and block % 2 == 0):
-        raise UserError(
-            f"optimizer.block_size is {block!r}, but must be an even number of at least 2, because "
-            f"a byte has two codes of 4 bits. Try --optimizer.block_size 256."
-        )
-    if arguments.get("amsgrad"):
-        raise UserError(
-            f"optimizer.amsgrad is true, but {optimizer} cannot compare quantised moments. Try "
-            "--optimizer.amsgrad false, or --optimizer AdamW."
-        )
-    has_copies = strategy == "ddp" or "HYBRID_SHARD" in recipe.strategy["init_args"].values()
-    if arguments.get("bf16_stochastic_round") and has_copies:
-        raise UserError(
-            "optimizer.bf16_stochastic_round is true, but several ranks have copies of the same "
-            "weights, which each would round by chance. Try --optimizer.bf16_stochastic_round "
-            "false, or --strategy fsdp --strategy.sharding FULL_SHARD."
-        )
-
-
-def _of_torchao() -> OptimizerPackage:
-    adam = replace(_ADAM, used="ftkit.strategies.torchao:in_pieces")
-    plain = OptimizerTraits(
-        unusable=f"which keeps no quantised state. Try --optimizer {TORCHAO}.AdamW8bit, or "
-        "--optimizer AdamW"
-    )
-    quantised = [f"{name}{bits}" for name in ("Adam", "AdamW") for bits in ("4bit", "8bit", "Fp8")]
-    return OptimizerPackage(
-        name=TORCHAO,
-        optimizers=dict.fromkeys(quantised, adam) | {"_AdamW": plain, "CPUOffloadOptimizer": plain},
-        others=replace(UNKNOWN, used=adam.used),
-        of_slices=False,
-        few_bits=True,
-        number_bytes=_bytes_of_torchao,
-        elsewhere={"adamw_torch_4bit": "AdamW4bit", "adamw_torch_8bit": "AdamW8bit"},
-        refuse=_refuse_of_torchao,
-    )
-
-
-OPTIMIZERS = Registry(
-    "optimizers", (OptimizerPackage,), core=[_OF_TORCH, _of_bitsandbytes(), _of_torchao()]
-)
+OPTIMIZERS = Registry("optimizers", (OptimizerPackage,), core=[_OF_TORCH, _of_bitsandbytes()])
 """Packages by name. A new one is a row with what is known of its optimizers."""
 
 

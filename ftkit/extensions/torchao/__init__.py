@@ -1,4 +1,4 @@
-"""Layers of torchao: products of float8 numbers, and quantisation-aware training."""
+"""torchao: optimizers with state of 4 and 8 bits, float8, quantisation-aware training."""
 
 LIBRARIES = {"torchao": "torchao"}
-MOVED = {"ftkit.models.torchao_layers": "layers"}
+MOVED = {"ftkit.models.torchao_layers": "layers", "ftkit.strategies.torchao": "state"}

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.optim import Optimizer
 
-from ftkit.recipe.optimizers import TORCHAO
 from ftkit.strategies.coded_state import CodedState, Codes
 from ftkit.utils.accelerators.kinds import device_kind
 from ftkit.utils.imports import dtensor
@@ -130,7 +129,7 @@ def in_pieces(optimizer_class: type[Optimizer]) -> type[Optimizer]:
 
 def codes_in(state: Any) -> Codes | None:
     """Codes and scales of an optimizer state; None: torchao does not quantise it."""
-    if not type(state).__module__.startswith(f"{TORCHAO}."):
+    if not type(state).__module__.startswith("torchao.optim."):
         return None
     codes, code = state.codes.view(-1), getattr(state, "qmap", None)
     if code is None:  # FP8, whose codes are numbers themselves

@@ -7,7 +7,7 @@ import torch
 import torchao.optim
 from torch import nn
 
-from ftkit.strategies import torchao as ours
+from ftkit.extensions.torchao import state as ours
 from ftkit.strategies.state import StatePart, bytes_per_number, coded_part, state_kinds
 
 CPU = torch.device("cpu")
