@@ -12,14 +12,7 @@ from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation, ModelLayout
 from ftkit.models.dry_run import require_trainable
-from ftkit.models.flops import (
-    ONLY_TRAINING,
-    FurtherPasses,
-    flops_per_token,
-    further_passes,
-    parameter_count,
-)
-from ftkit.models.language_model import LanguageModel, outline
+from ftkit.models.language_model import outline
 from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.added_tokens import with_added_tokens
@@ -35,14 +28,13 @@ from ftkit.planning.memory import (
     PredictedMemory,
     heaviest_micro_batch,
     predict,
-    predict_alone,
 )
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import CPU, largest_micro_batch
 from ftkit.recipe.batches import check_shapes
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.devices import Devices, find_devices
-from ftkit.recipe.objectives import is_below_adapter, model_beside, objective_rules
+from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
@@ -57,7 +49,6 @@ from ftkit.recipe.recipe import (
     Train,
 )
 from ftkit.recipe.recipe_sections import rounding_of
-from ftkit.strategies.frozen import bytes_of, bytes_on_rank, outline_frozen
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import CountedSteps, make_schedule
 from ftkit.strategies.step_memory import MicroBatchSize
@@ -71,8 +62,6 @@ ResultLayout = ModelLayout | Literal["peft"]
 MethodSource = Literal["command", "recipe", "default"]
 """Source of the method: the command, the keys of a recipe (any LoRA key or quantize means LoRA), or
 neither, which means LoRA, as with `ftkit finetune`."""
-_VALUE_BYTES = 8
-"""Bytes of a log-probability."""
 _TOKENS_APART = 128
 """Numbers of tokens that are tried for a micro-batch are multiples of this."""
 
@@ -421,7 +410,11 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         # A refusal rests only on what the run computes for certain: an assumption may be wrong, and
         # a run that is out of memory says so anyway.
         least_bytes = predict(base, made, certain, accumulates=False, beside=beside).low_bytes
-    reference = _reference(base, made, length, steps, other)
+    reference, companion = None, None
+    if row is not None:
+        found = row.code().planned(base, made, length, steps, second)
+        reference = found if isinstance(found, PlannedReference) else None
+        companion = found if isinstance(found, PlannedBeside) else None
     if reference is not None:
         least_bytes = max(least_bytes, reference.least_bytes)
     return Planned(
@@ -446,7 +439,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
         samples=samples,
         steps=steps,
         reference=reference,
-        beside=None if beside is None else _beside(base, made, length, beside),
+        beside=companion,
         left_out=_left_out(base, made),
     )
 
@@ -462,89 +455,6 @@ def _left_out(base: BaseModel, made: Plan) -> str | None:
     model = outline(base, recipe, parameter_dtype(made), compute_dtype(made))
     notices = (look(model, base, recipe) for look in (unadapted_experts, skipped_targets))
     return " ".join(filter(None, notices)) or None
-
-
-def _reference(
-    base: BaseModel,
-    made: Plan,
-    length: SequenceLength,
-    steps: int | None,
-    other: BaseModel | None,
-) -> PlannedReference | None:
-    recipe, samples = made.recipe, length.train_samples
-    rules = objective_rules(recipe.objective)
-    if not rules.needs_reference or model_beside(recipe) is not None:
-        return None
-    step = _StepFlops.of(base, made, length)
-    if is_below_adapter(recipe):
-        return PlannedReference(in_every_step=True, more_fraction=step.more(further_passes(recipe)))
-    sequences = kept_bytes = other_bytes = None
-    least_bytes = high_bytes = 0
-    model = step.model
-    if samples is not None:
-        taken = samples
-        if steps is not None and recipe.train.global_batch_tokens is None:
-            taken = min(samples, steps * recipe.train.global_batch_size)
-        sequences = taken * rules.sequences
-        kept_bytes = samples * rules.sequences * _VALUE_BYTES
-    if other is not None:
-        model = outline_frozen(other, made)
-        other_bytes = bytes_of(model.parameters())
-        if recipe.resume is False:
-            least_bytes, high_bytes = predict_alone(other, made, length.tokens)
-    return PlannedReference(
-        in_every_step=False,
-        more_fraction=step.more(FurtherPasses(of_other=1, other=model)),
-        sequences=sequences,
-        kept_bytes=kept_bytes,
-        other_bytes=other_bytes,
-        least_bytes=least_bytes,
-        high_bytes=high_bytes,
-    )
-
-
-def _beside(
-    base: BaseModel, made: Plan, length: SequenceLength, beside: BaseModel
-) -> PlannedBeside:
-    known = model_beside(made.recipe)
-    assert known is not None
-    model = outline_frozen(beside, made)
-    return PlannedBeside(
-        key=known.key,
-        name=beside.name,
-        parameters=parameter_count(model),
-        rank_bytes=bytes_on_rank(model, made),
-        more_fraction=_StepFlops.of(base, made, length).more(further_passes(made.recipe, model)),
-    )
-
-
-@dataclass(frozen=True)
-class _StepFlops:
-    """Operations of a step on samples that are all as the longest one, per token."""
-
-    model: LanguageModel
-    attention_length: float
-    label_fraction: float
-
-    @classmethod
-    def of(cls, base: BaseModel, made: Plan, length: SequenceLength) -> "_StepFlops":
-        known = length.trained
-        labels = known.label_tokens / known.at_least if known and known.at_least else 1.0
-        model = outline(base, made.recipe, parameter_dtype(made), compute_dtype(made))
-        return cls(model, length.tokens, labels)
-
-    def more(self, further: FurtherPasses) -> float:
-        """Operations of further passes, relative to those of a step without them."""
-
-        def per_token(passes: FurtherPasses) -> float:
-            return flops_per_token(
-                self.model,
-                attention_length=self.attention_length,
-                label_fraction=self.label_fraction,
-                further=passes,
-            )
-
-        return per_token(further) / per_token(ONLY_TRAINING) - 1
 
 
 def _other_models(recipe: Recipe) -> tuple[BaseModel | None, BaseModel | None]:

@@ -22,6 +22,8 @@ class CompanionRow:
     - ``check_files(name, other, key, *, token)``: refuse a model by its files, before weights are
       downloaded; no torch.
     - ``check_settings(base, other, key, max_seq_length)``: refuse it by its settings.
+    - ``planned(base, plan, length, steps, other)``: a `PlannedReference` or `PlannedBeside` of
+      `ftkit.planning.predict`; None: nothing is known of it.
     - ``of_run(job, start, base, max_seq_length)``: a `ftkit.training.setup.RunCompanion`.
     - ``of_result(result, options, base, max_seq_length, wanted)``: a
       `ftkit.evaluation.evaluate.ResultCompanion`.

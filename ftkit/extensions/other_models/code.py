@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from ftkit.models.pretrained.base_model import BaseModel
     from ftkit.objectives.companion import Companion, Context
     from ftkit.objectives.objective import Objective
+    from ftkit.planning.predict import PlannedBeside, PlannedReference
+    from ftkit.planning.sequence_length import SequenceLength
     from ftkit.recipe.options import EvaluateOptions
     from ftkit.recipe.plan import Plan
     from ftkit.runs.job import Job
     from ftkit.training.setup import RunCompanion
     from ftkit.training.start import StartingPoint
 
-__all__ = ["check_files", "check_settings", "of_result", "of_run", "simulated"]
+__all__ = ["check_files", "check_settings", "of_result", "of_run", "planned", "simulated"]
 
 # Imported where they are used: a supervisor checks files without torch.
 
@@ -73,6 +75,19 @@ def of_result(
     from ftkit.extensions.other_models.result_reference import ReferenceOfResult
 
     return ReferenceOfResult(result, options, base, max_seq_length, wanted)
+
+
+def planned(
+    base: "BaseModel",
+    made: "Plan",
+    length: "SequenceLength",
+    steps: int | None,
+    other: "BaseModel | None",
+) -> "PlannedReference | PlannedBeside | None":
+    """Predict what it costs; see `ftkit.extensions.other_models.planned`."""
+    from ftkit.extensions.other_models import planned as planning
+
+    return planning.planned(base, made, length, steps, other)
 
 
 def simulated(
