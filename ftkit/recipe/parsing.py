@@ -15,7 +15,7 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,6 @@ from ftkit.recipe.recipe_keys import (
     shown_value,
 )
 from ftkit.recipe.recipe_sections import recipe_type, sections
-from ftkit.recipe.translation import Translation
 from ftkit.utils.json_values import for_json, without_secrets
 from ftkit.utils.names import leaves
 from ftkit.utils.progress import print_notice
@@ -118,7 +117,8 @@ def read_recipe(
                 _assign(merged, key, value)
             continue
         translation = translated(values, str(file), terms=terms)
-        _announce(str(file), translation, terms)
+        for text in translation.told(str(file), terms.batch_text):
+            _say_once(text)
         is_foreign = True
         for key, value in translation.recipe.items():
             _assign(merged, key, value)
@@ -132,30 +132,16 @@ def read_recipe(
     return _overridden(merged, overrides, method)
 
 
-def convert(file: str, terms: Terms) -> tuple[Translation, Recipe]:
-    """Translate a file of another program, and check the recipe that it becomes.
+def recipe_of_keys(keys: Mapping[str, Any]) -> Recipe:
+    """Make a recipe of dotted keys with their values; the keys say the method.
 
     Raises:
-        UserError: see `read_recipe`, or it is no such file.
+        UserError: see `read_recipe`.
     """
-    values = load_yaml(Path(file))
-    translation = translated(values, file, terms=terms)
     merged: dict[str, Any] = {}
-    for key, value in translation.recipe.items():
+    for key, value in keys.items():
         _assign(merged, key, value)
-    return translation, _overridden(merged, (), None)
-
-
-def _announce(file: str, translation: Translation, terms: Terms) -> None:
-    """Say once that a file was translated, and how it differs."""
-    kinds = [row.kind for _, _, row in translation.became]
-    _say_once(
-        f"{file} is a file of {translation.program.name}: {kinds.count('ours')} of its keys became "
-        f"ours, {kinds.count('no effect')} have no effect here. ftkit convert {file} explains each."
-    )
-    _say_once(f"{file}: {terms.batch_text}")
-    for difference in translation.differs:
-        _say_once(f"{file} differs here: {difference}.")
+    return _overridden(merged, (), None)
 
 
 @functools.cache

@@ -2,13 +2,94 @@
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from ftkit.errors import UserError
-from ftkit.recipe.translation import Kind, Program, Row, Translation, translate
 from ftkit.utils.registry import Registry
+
+Kind = Literal["ours", "no effect", "not there"]
+"""What a key of another program is here."""
+
+
+class Row(Protocol):
+    """A key of another program."""
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+
+    @property
+    def accepts(self) -> Any:
+        """Type of its value, as its program writes types."""
+
+    @property
+    def kind(self) -> Kind:
+        """What it is here."""
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        """Keys of ours that it decides, alone or with others."""
+
+    @property
+    def note(self) -> str:
+        """How it becomes ours, why it has no effect here, or what ftkit does not have."""
+
+
+class Translation(Protocol):
+    """A file of another program as a recipe."""
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """Dotted keys of ours, those of the program's defaults included; None: empty."""
+
+    def told(self, file: str, batch: str) -> list[str]:
+        """Return what is said of it, in sentences.
+
+        Args:
+            file: its name.
+            batch: what a step takes, in a sentence.
+        """
+
+    def check(self, file: str) -> None:
+        """Refuse the file if it changes what is learned in a way that has no equal here.
+
+        Raises:
+            UserError: names every such key, and how to accept the difference.
+        """
+
+
+class Program(Protocol):
+    """Another program, as far as its training files are concerned."""
+
+    @property
+    def name(self) -> str:
+        """Its name for people."""
+
+    @property
+    def rows(self) -> Mapping[str, Row]:
+        """Its keys."""
+
+    @property
+    def may_be(self) -> Callable[[Mapping[str, Any]], bool]:
+        """Whether the values, or the data that they name, may be those of this command."""
+
+    def translate(
+        self, values: Mapping[Any, Any], *, file: str, without: Iterable[str], ranks: int
+    ) -> Translation:
+        """Translate a file of it.
+
+        Args:
+            values: its keys and values.
+            file: its name, for messages.
+            without: keys whose difference is accepted.
+            ranks: devices that train.
+
+        Raises:
+            UserError: a value has another type than its row, or `without` names a key that the file
+                does not have.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +197,8 @@ def translated(values: Mapping[Any, Any], file: str, *, terms: Terms) -> Transla
             f"{_listed([r.opened.name for r in found])}. Add {options}."
         )
     (reader,) = found
-    translation = translate(
-        reader.opened, values, file=file, without=terms.without, ranks=terms.devices
+    translation = reader.opened.translate(
+        values, file=file, without=terms.without, ranks=terms.devices
     )
     translation.check(file)
     return translation

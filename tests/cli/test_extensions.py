@@ -47,7 +47,7 @@ from ftkit.recipe.readers import Reader
 OTHER = Reader(name="other", marks=(), program="greetings.tables:OTHER")
 """
 _TABLES = """
-from ftkit.recipe.translation import Program, idle, rows_by_key, same
+from ftkit.extensions.foreign_recipes.translation import Program, idle, rows_by_key, same
 
 OTHER = Program(
     name="Other",

@@ -1,1 +1,6 @@
 """Training files of other programs, read as recipes: axolotl, LLaMA-Factory, TRL."""
+
+MOVED = {
+    "ftkit.recipe.translation": "translation",
+    "ftkit.recipe.value_types": "value_types",
+}

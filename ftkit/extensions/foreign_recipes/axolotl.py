@@ -15,7 +15,7 @@ from ftkit.extensions.foreign_recipes.trainer import (
     SERVICE,
     SHOWN,
 )
-from ftkit.recipe.translation import (
+from ftkit.extensions.foreign_recipes.translation import (
     OFF,
     Program,
     Reading,
@@ -26,7 +26,7 @@ from ftkit.recipe.translation import (
     rows_by_key,
     same,
 )
-from ftkit.recipe.value_types import Accepts
+from ftkit.extensions.foreign_recipes.value_types import Accepts
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 """Chat templates of axolotl that ftkit has by a name."""

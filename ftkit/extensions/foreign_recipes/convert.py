@@ -2,16 +2,18 @@
 
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ftkit.extensions.foreign_recipes.commands import ConvertOptions
-from ftkit.recipe.parsing import convert
-from ftkit.recipe.readers import Terms
-from ftkit.recipe.translation import Row, Translation
+from ftkit.extensions.foreign_recipes.translation import Row, Translation
+from ftkit.recipe.parsing import recipe_of_keys
+from ftkit.recipe.readers import Terms, translated
+from ftkit.recipe.recipe import Recipe
 from ftkit.redaction import REMOVED
 from ftkit.utils.json_values import secret_keys, with_secrets_hidden
 from ftkit.utils.progress import print_shown
-from ftkit.utils.yaml_files import dump_yaml
+from ftkit.utils.yaml_files import dump_yaml, load_yaml
 
 _WIDTH = 98
 
@@ -22,12 +24,23 @@ def print_converted(options: ConvertOptions) -> int:
     Raises:
         UserError: no other program reads the file, or ftkit would learn something else.
     """
-    translation, _ = convert(str(options.file), options.terms)
+    translation, _ = converted(str(options.file), options.terms)
     for line in explained(str(options.file), translation, options.terms):
         for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ") or [""]:
             print_shown(f"# {part}".rstrip())
     print(dump_yaml(with_secrets_hidden(nested(translation))), end="")
     return 0
+
+
+def converted(file: str, terms: Terms) -> tuple[Translation, Recipe]:
+    """Translate a file of another program, and check the recipe that it becomes.
+
+    Raises:
+        UserError: see `read_recipe`, or it is no such file.
+    """
+    translation = translated(load_yaml(Path(file)), file, terms=terms)
+    assert isinstance(translation, Translation)
+    return translation, recipe_of_keys(translation.recipe)
 
 
 def explained(file: str, translation: Translation, terms: Terms) -> Iterator[str]:

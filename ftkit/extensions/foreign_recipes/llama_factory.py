@@ -6,7 +6,7 @@ from typing import Any
 
 from ftkit.extensions.foreign_recipes import trainer
 from ftkit.extensions.foreign_recipes.trainer import COST, FILES, LAYOUT, ON_HUB, SERVICE, SHOWN
-from ftkit.recipe.translation import (
+from ftkit.extensions.foreign_recipes.translation import (
     OFF,
     Program,
     Reading,
@@ -17,7 +17,7 @@ from ftkit.recipe.translation import (
     rows_by_key,
     same,
 )
-from ftkit.recipe.value_types import Accepts, typed
+from ftkit.extensions.foreign_recipes.value_types import Accepts, typed
 
 # Unlike the template that ftkit has by this name, it trains the line end after a turn.
 _CHATML = (

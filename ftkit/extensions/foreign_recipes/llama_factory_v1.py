@@ -10,8 +10,17 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.extensions.foreign_recipes import trainer
 from ftkit.extensions.foreign_recipes.trainer import COST, LAYOUT, ON_RESUME, REMOTE_CODE, SHOWN
-from ftkit.recipe.translation import OFF, Program, Reading, idle, missing, part, rows_by_key, same
-from ftkit.recipe.value_types import Accepts, typed
+from ftkit.extensions.foreign_recipes.translation import (
+    OFF,
+    Program,
+    Reading,
+    idle,
+    missing,
+    part,
+    rows_by_key,
+    same,
+)
+from ftkit.extensions.foreign_recipes.value_types import Accepts, typed
 from ftkit.utils.yaml_files import load_yaml
 
 _LORA: dict[str, Any] = {

@@ -9,8 +9,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ftkit.extensions.foreign_recipes.translation import (
+    OFF,
+    Reading,
+    Row,
+    idle,
+    missing,
+    part,
+    same,
+)
 from ftkit.recipe.optimizers import names_elsewhere
-from ftkit.recipe.translation import OFF, Reading, Row, idle, missing, part, same
 
 SERVICE = "ftkit logs to a service only if the command line says so: --logger_name"
 ON_HUB = "nothing is pushed: see ftkit push"

@@ -8,10 +8,19 @@ from typing import Any
 
 from ftkit.extensions.foreign_recipes import trainer
 from ftkit.extensions.foreign_recipes.trainer import COST, FILES, LAYOUT, REMOTE_CODE, SERVICE
+from ftkit.extensions.foreign_recipes.translation import (
+    OFF,
+    Program,
+    Reading,
+    Row,
+    idle,
+    missing,
+    part,
+    rows_by_key,
+)
+from ftkit.extensions.foreign_recipes.translation import same as same_as
+from ftkit.extensions.foreign_recipes.value_types import Accepts
 from ftkit.recipe.recipe import PEFT_DEFAULT
-from ftkit.recipe.translation import OFF, Program, Reading, Row, idle, missing, part, rows_by_key
-from ftkit.recipe.translation import same as same_as
-from ftkit.recipe.value_types import Accepts
 
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust"}
 

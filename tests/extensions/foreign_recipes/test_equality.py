@@ -14,9 +14,9 @@ from translated_examples import EXAMPLES, write_examples
 
 from ftkit.data.dataset import load_data
 from ftkit.data.samples.cuts import cut_steps
+from ftkit.extensions.foreign_recipes.convert import converted
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.objectives import objective_rules
-from ftkit.recipe.parsing import convert
 from ftkit.recipe.readers import Terms
 from ftkit.strategies.optimizers import base_learning_rate
 from ftkit.strategies.schedule import CountedSteps, make_schedule
@@ -35,7 +35,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(values: dict[str, Any], tool: str | None) -> dict[str, Any]:
     """What ftkit trains in each step of the recipe that a file becomes."""
     Path("their.yml").write_text(yaml.safe_dump(values))
-    _, recipe = convert("their.yml", Terms(tool=tool))
+    _, recipe = converted("their.yml", Terms(tool=tool))
     tokenizer = Tokenizer(Path(recipe.checkpoint_dir))
     assert recipe.train.max_seq_length is not None
     data = load_data(

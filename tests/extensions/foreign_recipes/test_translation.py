@@ -11,12 +11,13 @@ import yaml
 from messages import key_words, says
 
 from ftkit.errors import UserError
+from ftkit.extensions.foreign_recipes.convert import converted
+from ftkit.extensions.foreign_recipes.translation import Translation
 from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
-from ftkit.recipe.parsing import convert, read_recipe
+from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.readers import READERS, Reader, Terms, readers_of, translated
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.recipe.recipe_keys import key_types
-from ftkit.recipe.translation import Translation
 
 AXOLOTL: dict[str, Any] = {
     "base_model": "org/base",
@@ -79,7 +80,9 @@ def write(values: dict[str, Any], name: str = "their.yml") -> str:
 
 def translation(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any) -> Translation:
     given = {key: value for key, value in (file | keys).items() if value is not ...}
-    return translated(given, "their.yml", terms=Terms(without=without, devices=ranks))
+    found = translated(given, "their.yml", terms=Terms(without=without, devices=ranks))
+    assert isinstance(found, Translation)
+    return found
 
 
 def keys_of(file: dict[str, Any], *without: str, ranks: int = 1, **keys: Any) -> dict[str, Any]:
@@ -715,11 +718,11 @@ def test_a_file_is_read_in_the_place_of_a_recipe(name: str) -> None:
     read = read_recipe(
         [file], [("train.max_steps", "7"), ("devices", "3")], method="lora", terms=Terms(devices=2)
     )
-    _, converted = convert(file, Terms(devices=2))
+    _, recipe = converted(file, Terms(devices=2))
     assert read.train.max_steps == 7 and read.devices == 3
-    assert read.train.global_batch_size == converted.train.global_batch_size
+    assert read.train.global_batch_size == recipe.train.global_batch_size
     assert isinstance(read, LoraRecipe if name in ("axolotl", "llama-factory") else Recipe)
-    assert read.method == converted.method
+    assert read.method == recipe.method
 
 
 def test_a_difference_is_accepted_only_of_a_file_of_another_program() -> None:

@@ -9,16 +9,15 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.recipe.value_types import Accepts, typed
+from ftkit.extensions.foreign_recipes.value_types import Accepts, typed
+from ftkit.recipe.readers import Kind
 from ftkit.redaction import is_secret
 from ftkit.utils.json_values import value_text
 from ftkit.utils.names import nearest
 from ftkit.utils.urls import is_url
-
-Kind = Literal["ours", "no effect", "not there"]
 
 OFF = (None, False, 0, "", "no", "none", "null", "false", "off")
 """Values by which a file says that it does not use something."""
@@ -31,7 +30,7 @@ class Row:
     key: str
     kind: Kind
     accepts: Accepts = "any"
-    """Type of its value, see `ftkit.recipe.value_types`; of a key that becomes ours."""
+    """Type of its value, see the module `value_types`; of a key that becomes ours."""
     ours: tuple[str, ...] = ()
     """Keys of ours that it decides, alone or with others."""
     default: Any = None
@@ -141,6 +140,12 @@ class Program:
     covers: tuple[str, ...] = ()
     """Beginnings of keys that its files may have without a row, because another key decides."""
 
+    def translate(
+        self, values: Mapping[Any, Any], *, file: str, without: Iterable[str], ranks: int
+    ) -> "Translation":
+        """See `ftkit.recipe.readers.Program.translate`."""
+        return translate(self, values, file=file, without=without, ranks=ranks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
@@ -155,6 +160,20 @@ class Translation:
     """Keys whose difference was accepted."""
     differs: tuple[str, ...]
     refused: tuple[Refused, ...]
+
+    def told(self, file: str, batch: str) -> list[str]:
+        """See `ftkit.recipe.readers.Translation.told`."""
+        kinds = [row.kind for _, _, row in self.became]
+        first = (
+            f"{file} is a file of {self.program.name}: {kinds.count('ours')} of its keys became "
+            f"ours, {kinds.count('no effect')} have no effect here. ftkit convert {file} explains "
+            "each."
+        )
+        return [
+            first,
+            f"{file}: {batch}",
+            *(f"{file} differs here: {difference}." for difference in self.differs),
+        ]
 
     def check(self, file: str) -> None:
         """Refuse the file if it changes what is learned in a way that has no equal here.
