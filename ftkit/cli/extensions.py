@@ -20,9 +20,11 @@ from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.options import ExtensionsOptions
+from ftkit.recipe.plugin import PLUGIN_READERS
 from ftkit.recipe.readers import READERS
 from ftkit.recipe.strategy_rows import STRATEGIES
 from ftkit.runs.launchers import LAUNCHERS
+from ftkit.training.callback_rows import CALLBACKS
 from ftkit.utils.progress import print_shown
 from ftkit.utils.registry import (
     Installed,
@@ -35,6 +37,7 @@ from ftkit.utils.urls import URL_KINDS
 
 _REGISTRIES: tuple[Registry[Any], ...] = (
     ADAPTER_TYPES,
+    CALLBACKS,
     COMMANDS,
     DATA_SOURCES,
     FILE_FORMATS,
@@ -43,6 +46,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     LOGGERS,
     OBJECTIVES,
     OPTIMIZERS,
+    PLUGIN_READERS,
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,

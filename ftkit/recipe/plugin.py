@@ -11,13 +11,14 @@ show before anything starts.
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import re
 import shlex
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ from ftkit.utils.json_values import from_json
 from ftkit.utils.names import nearest
 from ftkit.utils.own_code import execute, line_in, parse
 from ftkit.utils.process import run_program
+from ftkit.utils.registry import Registry
 from ftkit.utils.url_files import url_files
 from ftkit.utils.urls import display_path, is_url, local_path
 
@@ -228,19 +230,58 @@ class Plugin:
         return plugin
 
 
+@dataclass(frozen=True)
+class PluginReader:
+    """What makes a plugin's classes rows of registries."""
+
+    name: str
+    rows: str
+    """MODULE:FUNCTION that returns a context, in which registries hold rows of the `Plugin` that it
+    gets, or of none for None."""
+
+
+PLUGIN_READERS: Registry[PluginReader] = Registry("plugin_readers", (PluginReader,), core=())
 _IN_USE: list[Plugin | None] = [None]
 
 
 @contextmanager
 def using(plugin: Plugin | None) -> Iterator[None]:
-    """Have recipes name the classes of a plugin inside the block; None: of none."""
+    """Have recipes name the classes of a plugin inside the block; None: of none.
+
+    Raises:
+        UserError: nothing here reads plugins.
+    """
     # As an imported module, a plugin belongs to a process and not to each call: whatever makes an
-    # objective, an optimizer or a data set of a recipe finds its class here.
+    # objective, an optimizer or a data set of a recipe finds its row in a registry.
+    before = plugin_in_use()
+    if plugin is before is None:
+        yield
+        return
+    option = (plugin or before).option  # type: ignore[union-attr]  # one of both is there
     _IN_USE.append(plugin)
     try:
-        yield
+        with _reader(option, "rows")(plugin):
+            yield
     finally:
         _IN_USE.pop()
+
+
+def _reader(option: str, what: str) -> Callable[..., Any]:
+    """What a row of readers names.
+
+    Args:
+        option: that names the plugin, for the message.
+        what: field of the row.
+    """
+    row = next(iter(PLUGIN_READERS), None)
+    if row is None:
+        raise UserError(
+            f"{option} names a plugin, but the extension plugin, which reads it, is missing. Put "
+            "it back into ftkit/extensions, or leave out --plugin."
+        )
+    module, _, name = getattr(row, what).partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def plugin_in_use() -> Plugin | None:
@@ -346,28 +387,34 @@ def own_path(field: str, name: str) -> str | None:
     return f"{PACKAGE}.{name}" if is_own else None
 
 
-def own_names(kind: Kind) -> list[str]:
+def own_names(kind: str) -> list[str]:
     """Return the names of a kind that the plugin in use defines."""
     plugin = plugin_in_use()
-    return [] if plugin is None else [one.name for one in plugin.of_kind(kind)]
+    definitions = () if plugin is None else plugin.definitions
+    return [one.name for one in definitions if one.kind == kind]
 
 
-def own_class(kind: Kind, class_path: str) -> tuple[Plugin, Defined] | None:
-    """The plugin in use and its class of a class path; None: the path is not of a plugin.
+def short_names(class_paths: Iterable[str]) -> list[str]:
+    """Names by which recipes may name classes of a plugin too."""
+    return [path.removeprefix(f"{PACKAGE}.") for path in class_paths]
+
+
+def require_own(kind: Kind, class_path: str) -> None:
+    """Refuse a class path of a plugin for which there is no row.
 
     Raises:
         UserError: no plugin is in use, or it defines no such class.
     """
     name = own_name(class_path)
     if name is None:
-        return None
+        return
     plugin = plugin_in_use()
     if plugin is None:
         raise UserError(
             f"{kind} is {class_path}, which a plugin defines, but there is none: nothing that a "
             f"recipe names is executed. Add --plugin FILE.py with the file that defines {name}."
         )
-    return plugin, plugin.find(kind, name)
+    plugin.find(kind, name)
 
 
 def require_same_plugin(checksum: str | None, file: Path, command: str) -> None:

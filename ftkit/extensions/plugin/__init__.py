@@ -1,0 +1,1 @@
+"""The file that --plugin names: what it defines, as rows of registries for the time of a run."""

@@ -1,0 +1,5 @@
+"""How the file that --plugin names is read."""
+
+from ftkit.recipe.plugin import PluginReader
+
+ROWS = (PluginReader("python", rows="ftkit.extensions.plugin.rows:in_registries"),)
