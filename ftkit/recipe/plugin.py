@@ -5,7 +5,7 @@ executed. The file is read once. Its content goes with the run, to its ranks on 
 directory and its checkpoints.
 
 What it defines is found by executing it in a process of its own
-(`ftkit.training.plugin_contents`): a command that imports no torch knows it, and mistakes in it
+(`ftkit.extensions.plugin.contents`): a command that imports no torch knows it, and mistakes in it
 show before anything starts.
 """
 
@@ -338,7 +338,7 @@ def _definitions_in(plugin: Plugin) -> tuple[Defined, ...]:
         exchange.write(given)
         exchange.flush()
         code = run_program(
-            "ftkit.training.plugin_contents",
+            "ftkit.extensions.plugin.contents",
             str(MOST_SECONDS),
             exchange=exchange,
             stdout=subprocess.DEVNULL,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from command import ROOT
 
+from ftkit.extensions.plugin.contents import definitions_in
 from ftkit.recipe.plugin import Plugin
-from ftkit.training.plugin_contents import definitions_in
 
 DOCUMENT = ROOT / "docs/extending.md"
 

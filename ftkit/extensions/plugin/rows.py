@@ -78,7 +78,7 @@ def _optimizers(plugin: Plugin | None) -> list[OptimizerPackage]:
 
 
 def _data(plugin: Plugin | None) -> list[DataRow]:
-    place = "ftkit.data.plugin_data:PluginData"
+    place = "ftkit.extensions.plugin.data:PluginData"
     return [DataRow(f"{PACKAGE}.{one.name}", place) for _, one in _usable(plugin, "data")]
 
 

@@ -1,6 +1,6 @@
 """Finds what a plugin defines, in a process of its own.
 
-`python -m ftkit.training.plugin_contents PARENT DESCRIPTOR SECONDS` reads a `Plugin` without
+`python -m ftkit.extensions.plugin.contents PARENT DESCRIPTOR SECONDS` reads a `Plugin` without
 definitions from a file, executes it, and writes what it defines, or why it cannot be used, to that
 file.
 """
