@@ -10,7 +10,8 @@ from ftkit.data.records.read import RecordSet, Rows, record_set
 from ftkit.data.records.shapes import RecordReader
 from ftkit.data.spec import PartSource
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import PACKAGE, Defined, Plugin, plugin_in_use
+from ftkit.extensions.plugin.definitions import Defined, definitions_of, make
+from ftkit.recipe.plugin import PACKAGE, Plugin, plugin_in_use
 from ftkit.recipe.recipe import Component
 from ftkit.utils.own_code import description
 
@@ -78,7 +79,7 @@ class PluginData(OwnData):
         Raises:
             UserError: an item cannot be read.
         """
-        made = self._plugin.make("data", self._defined.name, **self._options_of_class, **options)
+        made = make(self._plugin, self._defined, **self._options_of_class, **options)
         number = 0
         try:
             if not len(made):
@@ -101,7 +102,8 @@ def _own(class_path: str) -> tuple[Plugin, Defined]:
     """The plugin in use, and its class of a path."""
     plugin = plugin_in_use()
     assert plugin is not None
-    return plugin, plugin.find("data", class_path.removeprefix(f"{PACKAGE}."))
+    name = class_path.removeprefix(f"{PACKAGE}.")
+    return plugin, next(one for one in definitions_of(plugin, "data") if one.name == name)
 
 
 def _plain(item: Any) -> Any:

@@ -2,4 +2,10 @@
 
 from ftkit.recipe.plugin import PluginReader
 
-ROWS = (PluginReader("python", rows="ftkit.extensions.plugin.rows:in_registries"),)
+ROWS = (
+    PluginReader(
+        "python",
+        open="ftkit.extensions.plugin.reading:open_plugin",
+        rows="ftkit.extensions.plugin.rows:in_registries",
+    ),
+)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.data.source_rows import DATA_SOURCES, DataRow
+from ftkit.extensions.plugin.definitions import Defined, Kind, definitions_of, make
 from ftkit.recipe.loggers import LOGGERS, LoggerRow
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRow
 from ftkit.recipe.optimizers import OPTIMIZERS, UNKNOWN, OptimizerPackage
-from ftkit.recipe.plugin import PACKAGE, Defined, Kind, Plugin
+from ftkit.recipe.plugin import PACKAGE, Plugin
 from ftkit.training.callback_rows import CALLBACKS, CallbackRow
 
 
@@ -42,7 +43,7 @@ class OwnObjective(ObjectiveRow):
         return dict(given)
 
     def make(self, options: Mapping[str, Any]) -> Any:
-        return self.plugin.make("objective", self.defined.name, **options)
+        return make(self.plugin, self.defined, **options)
 
 
 def _objectives(plugin: Plugin | None) -> list[ObjectiveRow]:
@@ -87,13 +88,17 @@ class OwnLogger(LoggerRow):
     """A logger of a plugin, which is always used."""
 
     plugin: Plugin
+    defined: Defined
 
     def made(self, out_dir: Path, log: Any, run_ids: dict[str, str], start_step: int) -> Any:
-        return self.plugin.make("logger", self.name, out_dir)
+        return make(self.plugin, self.defined, out_dir)
 
 
 def _loggers(plugin: Plugin | None) -> list[LoggerRow]:
-    return [OwnLogger(one.name, "", plugin=plugin) for plugin, one in _defined(plugin, "logger")]
+    return [
+        OwnLogger(one.name, "", plugin=plugin, defined=one)
+        for plugin, one in _defined(plugin, "logger")
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +106,22 @@ class OwnCallback(CallbackRow):
     """A callback of a plugin, which is always called."""
 
     plugin: Plugin
+    defined: Defined
 
     def made(self, setup: Any, journal: Any) -> Any:
-        return self.plugin.make("callback", self.name)
+        return make(self.plugin, self.defined)
 
 
 def _callbacks(plugin: Plugin | None) -> list[CallbackRow]:
     return [
-        OwnCallback(one.name, "", plugin=plugin) for plugin, one in _defined(plugin, "callback")
+        OwnCallback(one.name, "", plugin=plugin, defined=one)
+        for plugin, one in _defined(plugin, "callback")
     ]
 
 
 def _defined(plugin: Plugin | None, kind: Kind) -> list[tuple[Plugin, Defined]]:
     """The plugin with each class of a kind that it defines."""
-    return [] if plugin is None else [(plugin, one) for one in plugin.of_kind(kind)]
+    return [] if plugin is None else [(plugin, one) for one in definitions_of(plugin, kind)]
 
 
 def _usable(plugin: Plugin | None, kind: Kind) -> list[tuple[Plugin, Defined]]:
