@@ -118,14 +118,13 @@ def using(plugin: Plugin | None) -> Iterator[None]:
     """
     # As an imported module, a plugin belongs to a process and not to each call: whatever makes an
     # objective, an optimizer or a data set of a recipe finds its row in a registry.
-    before = plugin_in_use()
-    if plugin is before is None:
+    concerned = plugin or plugin_in_use()
+    if concerned is None:
         yield
         return
-    option = (plugin or before).option  # type: ignore[union-attr]  # one of both is there
     _IN_USE.append(plugin)
     try:
-        with _reader(option, "rows")(plugin):
+        with _reader(concerned.option, "rows")(plugin):
             yield
     finally:
         _IN_USE.pop()

@@ -28,4 +28,5 @@ CALLBACKS = Registry(
     (CallbackRow,),
     core=(CallbackRow("patience", "ftkit.training.callbacks:make_patience"),),
 )
-"""In the order in which they are called, after those of the plugin in use."""
+"""In the order in which they are called, after those of the plugin in use. Rows of other packages
+are not called, because nobody names them."""

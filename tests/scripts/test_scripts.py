@@ -50,6 +50,8 @@ LIGHT_MODULES = [
     "extensions.notebook.display",
     "extensions.notebook.results",
     "extensions.packed_weights.stored_forms",
+    "extensions.plugin.reading",
+    "extensions.plugin.rows",
     "extensions.sweep.sweep",
     "extensions.watch.live_page",
     "extensions.watch.watch",
@@ -61,6 +63,7 @@ LIGHT_MODULES = [
     "models.pretrained.stored_forms",
     "models.pretrained.tokenizer",
     "strategies.schedule",
+    "training.callback_rows",
 ]
 NOT_LIGHT = [
     "cli.child",

@@ -46,7 +46,7 @@ def test_the_program_is_found_by_its_old_name_with_a_notice() -> None:
 def test_without_the_extension_a_plugin_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = Registry("nothing", (PluginReader,), core=())
+    registry: Registry[PluginReader] = Registry("nothing", (PluginReader,), core=())
     monkeypatch.setattr("ftkit.recipe.plugin.PLUGIN_READERS", registry)
     assert any(PLUGIN_READERS), "here it is"
     assert says(message_of(open_plugin, "my.py"), "--plugin my.py ... extension plugin ... missing")
