@@ -6,12 +6,13 @@ Plugins import such names. An extension names them in its ``__init__.py``::
 """
 
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 
 
 class _Moved(MetaPathFinder, Loader):
@@ -28,6 +29,14 @@ class _Moved(MetaPathFinder, Loader):
             return ModuleSpec(fullname, None, is_package=True)  # a package that is gone
         place = moved.get(fullname)
         return None if place is None else ModuleSpec(fullname, self, origin=place)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of a program, for python -m."""
+        place = moved_modules()[fullname]
+        warnings.warn(f"{fullname} is {place} now.", FutureWarning, stacklevel=2)
+        found = importlib.util.find_spec(place)
+        assert found is not None and isinstance(found.loader, InspectLoader)
+        return found.loader.get_code(place)
 
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__

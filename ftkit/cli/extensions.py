@@ -21,11 +21,13 @@ from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
 from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.options import ExtensionsOptions
+from ftkit.recipe.plugin import PLUGIN_READERS
 from ftkit.recipe.readers import READERS
 from ftkit.recipe.recipe_sections import SECTIONS
 from ftkit.recipe.strategy_rows import STRATEGIES
 from ftkit.runs.launchers import LAUNCHERS
 from ftkit.runs.run_ends import RUN_ENDS
+from ftkit.training.callback_rows import CALLBACKS
 from ftkit.utils.progress import print_shown
 from ftkit.utils.registry import (
     Installed,
@@ -38,6 +40,7 @@ from ftkit.utils.urls import URL_KINDS
 
 _REGISTRIES: tuple[Registry[Any], ...] = (
     ADAPTER_TYPES,
+    CALLBACKS,
     COMMANDS,
     COMPANIONS,
     DATA_SOURCES,
@@ -47,6 +50,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     LOGGERS,
     OBJECTIVES,
     OPTIMIZERS,
+    PLUGIN_READERS,
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,

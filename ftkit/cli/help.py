@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
 import re
 import shutil
 import textwrap
@@ -18,9 +17,9 @@ from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.errors import UserError
 from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.objectives import OBJECTIVES
-from ftkit.recipe.optimizers import OPTIMIZERS, TORCH
+from ftkit.recipe.optimizers import OPTIMIZERS, TORCH, OptimizerPackage
 from ftkit.recipe.parsing import add_recipe_keys
-from ftkit.recipe.plugin import plugin_in_use
+from ftkit.recipe.plugin import own_names, own_path
 from ftkit.recipe.recipe import FINETUNE
 from ftkit.recipe.recipe_keys import (
     COMPONENTS,
@@ -287,9 +286,7 @@ def _write_placeholders(parser: ArgumentParser) -> None:
 
 def _component_names(component: str) -> list[str]:
     """Names of a component, with those of the plugin in use; of optimizers outside torch paths."""
-    plugin = plugin_in_use()
-    own = () if plugin is None else plugin.definitions
-    return [*(one.name for one in own if one.kind == component), *_known_names(component)]
+    return [*own_names(component), *_known_names(component)]
 
 
 def _listed(component: str, name: str) -> str:
@@ -311,24 +308,20 @@ def _known_names(component: str) -> list[str]:
         return OBJECTIVES.names
     if component == "peft":
         return ADAPTER_TYPES.names
-    others = []
+    found: list[str] = []
     for package in OPTIMIZERS.names:
         with suppress(ImportError, UserError):  # not installed, or not usable
             row = OPTIMIZERS.get(package)
-            if package != TORCH and row is not None and not row.strategy:
-                others += [f"{package}.{name}" for name in _optimizers(package)]
-    return [*_optimizers(TORCH), *others]
+            if row is not None and not row.strategy:
+                prefix = "" if package == TORCH else f"{package}."
+                found += [f"{prefix}{name}" for name in _optimizers(row)]
+    return found
 
 
 def _component_class(component: str, name: str) -> type:
     """The class whose arguments are the keys of a data module, an optimizer or a strategy."""
     found: type | None
-    plugin = plugin_in_use()
-    own = () if plugin is None else plugin.definitions
-    defined = next((one for one in own if (one.kind, one.name) == (component, name)), None)
-    if plugin is not None and defined is not None:
-        is_optimizer = component == "optimizer"
-        return getattr(plugin.module, name) if is_optimizer else defined.options_class
+    name = own_path(component, name) or name
     if component == "strategy":
         rules = STRATEGIES.get("single" if name == "auto" else name)
         found = rules.options if rules else None
@@ -346,8 +339,8 @@ def _component_class(component: str, name: str) -> type:
         package, _, last = name.rpartition(".")
         package = package or COMPONENTS["optimizer"]
         try:
-            is_known = OPTIMIZERS.get(package) is not None
-            found = _optimizers(package).get(last) if is_known else None
+            row = OPTIMIZERS.get(package)
+            found = None if row is None else _optimizers(row).get(last)
         except ImportError as error:
             raise UserError(
                 f"--optimizer.help {package}.{last} needs a package: {error}."
@@ -364,16 +357,16 @@ def _component_class(component: str, name: str) -> type:
     return found
 
 
-def _optimizers(package: str) -> dict[str, type]:
+def _optimizers(package: OptimizerPackage) -> dict[str, type]:
     """The optimizers of a package by their names."""
     silence_libraries()
     with quick_imports():
         import torch
 
-        module = importlib.import_module(package)
+        content = package.content()
     return {
         name: found
-        for name, found in sorted(vars(module).items())
+        for name, found in sorted(content.items())
         if isinstance(found, type)
         and issubclass(found, torch.optim.Optimizer)
         and found is not torch.optim.Optimizer

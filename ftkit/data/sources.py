@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftkit.data.own_data import KEYS_OF_SETS, OwnData
-from ftkit.data.plugin_data import PluginData
 from ftkit.data.source_rows import DATA_SOURCES, OWN_NAME
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import Preference
-from ftkit.recipe.plugin import own_name, own_names
+from ftkit.recipe.plugin import require_own, short_names
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import column_name, nearest
 
@@ -36,8 +35,9 @@ def data_source(data: Component, *, preference: Preference | None = None) -> Dat
     if preference is not None:
         return data_source(data).of_preference(preference)
     class_path = data["class_path"]
-    if own_name(class_path) is not None:
-        return PluginData.of(data)
+    if (own := DATA_SOURCES.held.get(class_path)) is not None:
+        return own.source.of(data)
+    require_own("data", class_path)
     package, _, name = class_path.rpartition(".")
     if package in ("", "litgpt.data"):
         if (row := DATA_SOURCES.get(name)) is not None:
@@ -49,7 +49,7 @@ def data_source(data: Component, *, preference: Preference | None = None) -> Dat
             )
     if package == "ftkit.data" and name == OWN_NAME:
         return OwnData.of(data)
-    known = [*DATA_SOURCES.names, *own_names("data")]
+    known = [*DATA_SOURCES.names, *short_names(DATA_SOURCES.held)]
     near = nearest(name, known) or OWN_DATA.removeprefix("--data ")
     raise UserError(
         f"data is {class_path}, but it has to be one of {', '.join(known)}, or a class of "

@@ -1,6 +1,5 @@
 """The interface of an objective, its terms, and the objective that a recipe names."""
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from ftkit.data.samples.sample_set import Samples
 from ftkit.errors import UserError
 from ftkit.models.loss import HeadOutput
 from ftkit.recipe.objectives import objective_options, objective_row
-from ftkit.recipe.plugin import own_class
 from ftkit.recipe.recipe import Component
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -144,15 +142,10 @@ def make_objective(objective: Component) -> Objective:
         UserError: unknown objective or option, or a value out of its range.
     """
     name, options = objective["class_path"], objective_options(objective)
-    if (own := own_class("objective", name)) is not None:
-        plugin, defined = own
-        made = plugin.make("objective", defined.name, **options)
-        assert isinstance(made, Objective)
-        check_terms(made)
-        return made
-    module, _, class_name = objective_row(name).class_path.rpartition(".")
-    built_in: Objective = getattr(importlib.import_module(module), class_name)(**options)
-    return built_in
+    made = objective_row(name).make(options)
+    assert isinstance(made, Objective)
+    check_terms(made)
+    return made
 
 
 def ignores_padding(objective: Objective) -> bool:

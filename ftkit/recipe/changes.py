@@ -137,7 +137,7 @@ def _values(recipe: Recipe) -> Iterator[tuple[str, Any]]:
 def _objective_options(name: str) -> dict[str, Any]:
     """Defaults of the options of an objective; {} for a plugin's own, which may not be here."""
     known = OBJECTIVES.get(name)
-    return {} if known is None else dataclasses.asdict(known.options())
+    return {} if known is None else known.defaults
 
 
 def _data_values(recipe: Recipe) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Loggers beside metrics.csv: their names, and what has to be installed; no torch."""
 
+import importlib
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.utils.registry import Registry
@@ -25,6 +28,11 @@ class LoggerRow:
     """Package to install; "": the name."""
     has_service: bool = False
     """Whether it uploads what it writes itself."""
+
+    def made(self, out_dir: Path, log: Any, run_ids: dict[str, str], start_step: int) -> Any:
+        """Make it, as `make` says."""
+        module, _, name = self.make.partition(":")
+        return getattr(importlib.import_module(module), name)(out_dir, log, run_ids, start_step)
 
     @property
     def is_installed(self) -> bool:

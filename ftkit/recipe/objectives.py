@@ -1,15 +1,16 @@
 """Objectives without torch: their names, options, and what they need of data and model."""
 
 import dataclasses
+import importlib
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import own_class, own_name, own_names, plugin_in_use
+from ftkit.recipe.plugin import own_name, plugin_in_use, require_own, short_names
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest, unknown_option
 from ftkit.utils.registry import Registry
@@ -66,7 +67,7 @@ class ObjectiveRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveRow(ObjectiveRules):
-    """An objective that ftkit or an installed package has without a plugin."""
+    """An objective."""
 
     name: str
     summary: str
@@ -79,6 +80,54 @@ class ObjectiveRow(ObjectiveRules):
     """Options that divide, or scale everything that is learned; other numbers may be 0."""
     refuse: Callable[[Any], None] | None = None
     """Refuses, by a UserError, options that exclude each other; None: none do."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Its options where a recipe gives none."""
+        return dataclasses.asdict(self.options())
+
+    def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options, with defaults of those that are not given.
+
+        Args:
+            given: by name.
+
+        Raises:
+            UserError: one is unknown, or out of its range.
+        """
+        kinds = get_type_hints(self.options)
+        for key, value in given.items():
+            if key not in kinds:
+                nothing = "It takes none; remove it."
+                raise unknown_option("objective", str(key), self.name, kinds, nothing)
+            if get_origin(kinds[key]) is Literal:
+                choices = get_args(kinds[key])
+                if value not in choices:
+                    near = nearest(str(value), choices, cutoff=0.3) or choices[0]
+                    raise UserError(
+                        f"objective.{key} is {value!r}, but must be one of: {', '.join(choices)}. "
+                        f"Try --objective.{key} {near}."
+                    )
+                continue
+            default = getattr(self.options(), key)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            least_excluded = key in self.above_0
+            is_in_range = is_number and (value > 0 if least_excluded else value >= 0)
+            if not is_in_range or not math.isfinite(value):  # NaN is in no range
+                rule = "a number above 0" if least_excluded else "a number of at least 0"
+                raise UserError(
+                    f"objective.{key} is {value!r}, but must be {rule}. "
+                    f"Try --objective.{key} {default:g}."
+                )
+        made = self.options(**given)
+        if self.refuse is not None:
+            self.refuse(made)
+        return dataclasses.asdict(made)
+
+    def make(self, options: Mapping[str, Any]) -> Any:
+        """Make the objective of all its options."""
+        module, _, name = self.class_path.rpartition(".")
+        return getattr(importlib.import_module(module), name)(**options)
 
 
 OBJECTIVES = Registry(
@@ -110,14 +159,15 @@ OBJECTIVES = Registry(
 
 
 def objective_row(name: Any) -> ObjectiveRow:
-    """Return the row of an objective by its name; those of plugins have none.
+    """Return the row of an objective by its name.
 
     Raises:
         UserError: no objective has this name.
     """
     row = OBJECTIVES.get(name) if isinstance(name, str) else None
     if row is None:
-        known = [*OBJECTIVES.names, *own_names("objective")]
+        require_own("objective", name)
+        known = [*OBJECTIVES.names, *short_names(OBJECTIVES.held)]
         of_plugins = "" if plugin_in_use() else "; one of your own needs --plugin FILE.py"
         raise UserError(
             f"objective is {name!r}, but must be one of: {', '.join(known)}{of_plugins}. "
@@ -132,12 +182,7 @@ def objective_rules(objective: Component) -> ObjectiveRules:
     Raises:
         UserError: there is no objective of this name.
     """
-    name: Any = objective["class_path"]
-    # Known without executing it here: `ftkit.training.plugin_contents` has looked at the class.
-    if (own := own_class("objective", name)) is not None:
-        _, defined = own
-        return ObjectiveRules(**defined.rules)
-    return objective_row(name)
+    return objective_row(objective["class_path"])
 
 
 def gives_scores(objective: Component) -> bool:
@@ -215,39 +260,7 @@ def objective_options(objective: Component) -> dict[str, Any]:
     Raises:
         UserError: unknown objective or option, or a value out of its range.
     """
-    name, given = objective["class_path"], objective["init_args"]
-    if (own := own_class("objective", name)) is not None:
-        own[1].check_options(given)
-        return dict(given)
-    row = objective_row(name)
-    options = row.options
-    kinds = get_type_hints(options)
-    for key, value in given.items():
-        if key not in kinds:
-            raise unknown_option("objective", str(key), name, kinds, "It takes none; remove it.")
-        if get_origin(kinds[key]) is Literal:
-            choices = get_args(kinds[key])
-            if value not in choices:
-                near = nearest(str(value), choices, cutoff=0.3) or choices[0]
-                raise UserError(
-                    f"objective.{key} is {value!r}, but must be one of: {', '.join(choices)}. "
-                    f"Try --objective.{key} {near}."
-                )
-            continue
-        default = getattr(options(), key)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        least_excluded = key in row.above_0
-        is_in_range = is_number and (value > 0 if least_excluded else value >= 0)
-        if not is_in_range or not math.isfinite(value):  # NaN is in no range
-            rule = "a number above 0" if least_excluded else "a number of at least 0"
-            raise UserError(
-                f"objective.{key} is {value!r}, but must be {rule}. "
-                f"Try --objective.{key} {default:g}."
-            )
-    made = options(**given)
-    if row.refuse is not None:
-        row.refuse(made)
-    return dataclasses.asdict(made)
+    return objective_row(objective["class_path"]).checked(objective["init_args"])
 
 
 def _without_reference(recipe: Recipe) -> str:

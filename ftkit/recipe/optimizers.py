@@ -6,6 +6,7 @@ optimizer that a row lists with the optimizer itself. One that no row lists, suc
 or of a newer library, is tried before anything is loaded (`ftkit/strategies/optimizer_trial.py`).
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -90,6 +91,14 @@ class OptimizerPackage:
     """Classes by the names that transformers has for them."""
     refuse: Callable[[Facts], None] | None = None
     """Refuses, by a UserError, arguments that do not suit a run; None: all do."""
+
+    def content(self) -> Mapping[str, Any]:
+        """What it has by name: its optimizers, and more.
+
+        Raises:
+            ImportError: it is not installed.
+        """
+        return vars(importlib.import_module(self.name))
 
 
 ADAM = OptimizerTraits(family="Adam")

@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import METRIC_ARGUMENTS, plugin_in_use
+from ftkit.recipe.plugin import plugin_in_use
 from ftkit.utils.own_code import description, execute, parse
+
+METRIC_ARGUMENTS = ("answer", "expected", "record")
+"""Arguments of a metric, by which it is recognised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +52,9 @@ def own_metrics(texts: Sequence[str]) -> tuple[OwnMetric, ...]:
     """
     found: dict[str, OwnMetric] = {}
     if (plugin := plugin_in_use()) is not None:
-        for defined in plugin.of_kind("metric"):
-            found[defined.name] = OwnMetric(
-                file=plugin.file, function=defined.name, sha256=plugin.sha256, option="--plugin"
+        for name in plugin.names("metric"):
+            found[name] = OwnMetric(
+                file=plugin.file, function=name, sha256=plugin.sha256, option="--plugin"
             )
     for text in texts:
         metric = _own_metric(text)

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from ftkit.errors import UserError, is_out_of_memory
 from ftkit.models.language_model import trainable
-from ftkit.recipe.optimizers import names_elsewhere, traits_of
-from ftkit.recipe.plugin import own_class, own_names
+from ftkit.recipe.optimizers import OPTIMIZERS, names_elsewhere, traits_of
+from ftkit.recipe.plugin import require_own
 from ftkit.recipe.recipe import Component
 from ftkit.utils.imports import dtensor
 from ftkit.utils.names import nearest
@@ -179,18 +179,17 @@ def derived(place: str, optimizer_class: type[Optimizer]) -> type[Optimizer]:
 
 
 def _optimizer_class(class_path: str) -> type[Optimizer]:
-    if (own := own_class("optimizer", class_path)) is not None:
-        plugin, defined = own
-        of_plugin: type[Optimizer] = getattr(plugin.module, defined.name)
-        return of_plugin
     package, _, name = class_path.rpartition(".")
+    row = OPTIMIZERS.get(package)
     try:
-        found: Any = getattr(importlib.import_module(package), name, None)
+        found: Any = None if row is None else row.content().get(name)
     except ImportError as error:
         raise UserError(f"optimizer {class_path} needs a package: {error}.") from None
     is_class = isinstance(found, type) and issubclass(found, Optimizer)
     if not is_class or found is Optimizer:
-        known = [n for n in dir(torch.optim) if n[:1].isupper()] + own_names("optimizer")
+        require_own("optimizer", class_path)
+        known = [n for n in dir(torch.optim) if n[:1].isupper()]
+        known += [n for held in OPTIMIZERS.held.values() for n in held.optimizers]
         close = names_elsewhere().get(name) or nearest(name, known)
         raise UserError(
             f"optimizer is {class_path!r}, but there is no such optimizer. "

@@ -18,10 +18,10 @@ import torch
 from safetensors import safe_open
 
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Recipe
 from ftkit.runs.report.meters import StepRecord
 from ftkit.strategies.distributed import broadcast_text, max_over_ranks, rank, world_size
+from ftkit.training.callback_rows import CALLBACKS
 from ftkit.training.journal import Journal
 from ftkit.training.setup import Setup
 from ftkit.utils.console.formatting import loss_text
@@ -185,6 +185,12 @@ class Patience(Callback):
             )
 
 
+def make_patience(setup: Setup, journal: Journal) -> Patience | None:
+    """Make the callback of eval.patience; None: the recipe does not set it."""
+    patience = setup.recipe.eval.patience
+    return None if patience is None else Patience(patience, journal)
+
+
 class Callbacks:
     """The callbacks of a run."""
 
@@ -284,12 +290,9 @@ def make_callbacks(
     Raises:
         UserError: one of the plugin cannot be made.
     """
-    found: dict[str, Callback] = {}
-    if (plugin := plugin_in_use()) is not None:
-        defined = plugin.of_kind("callback")
-        found = {one.name: plugin.make("callback", one.name) for one in defined}
-    if (patience := setup.recipe.eval.patience) is not None:
-        found["patience"] = Patience(patience, journal)
+    rows = (*CALLBACKS.held.values(), *CALLBACKS)
+    made = {row.name: row.made(setup, journal) for row in rows}
+    found = {name: callback for name, callback in made.items() if callback is not None}
     callbacks = Callbacks(found, RunView(setup, journal, log))
     if setup.start.directory is not None:
         callbacks.restore(setup.start.directory)

@@ -1,6 +1,5 @@
 """Loggers of a run beside metrics.csv, any number of them at once."""
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from lightning.fabric.loggers.logger import Logger
 
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.parsing import recipe_as_dict
-from ftkit.recipe.plugin import place_in_plugin, plugin_in_use
+from ftkit.recipe.plugin import place_in_plugin
 from ftkit.recipe.recipe import Log, Recipe
 from ftkit.redaction import redacted
 from ftkit.strategies.distributed import rank
@@ -26,7 +25,7 @@ class Loggers:
         """Start each logger with the values of the recipe.
 
         Args:
-            loggers: from `make_loggers` and `own_loggers`, by name.
+            loggers: from `make_loggers`, by name.
             recipe: of the run, of which all values are logged.
             warn: called if a logger fails.
         """
@@ -78,7 +77,9 @@ def make_loggers(
     start_step: int,
     run_ids: dict[str, str],
 ) -> dict[str, Logger]:
-    """Create the loggers beside metrics.csv; they continue the runs of earlier sessions.
+    """Create the loggers beside metrics.csv, also those of the plugin in use.
+
+    They continue the runs of earlier sessions.
 
     Args:
         names: of the loggers.
@@ -90,30 +91,15 @@ def make_loggers(
 
     Returns:
         Loggers by name; only rank 0 has any.
+
+    Raises:
+        UserError: one of the plugin cannot be made.
     """
     made: dict[str, Logger] = {}
     if rank() > 0:
         return made
-    for name in names:
-        row = LOGGERS.get(name)
+    rows = [LOGGERS.get(name) for name in names]
+    for row in (*rows, *LOGGERS.held.values()):
         assert row is not None, "a recipe names no other"
-        module, _, function = row.make.partition(":")
-        make = getattr(importlib.import_module(module), function)
-        made[name] = make(out_dir, log, run_ids, start_step)
+        made[row.name] = row.made(out_dir, log, run_ids, start_step)
     return made
-
-
-def own_loggers(out_dir: Path) -> dict[str, Logger]:
-    """Make the loggers of the plugin in use, by name; only rank 0 has any.
-
-    Args:
-        out_dir: of the run, the one argument of each.
-
-    Raises:
-        UserError: one cannot be made.
-    """
-    plugin = plugin_in_use()
-    if plugin is None or rank() > 0:
-        return {}
-    defined = plugin.of_kind("logger")
-    return {one.name: plugin.make("logger", one.name, out_dir) for one in defined}

@@ -55,7 +55,7 @@ from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
 from ftkit.training.finite import NotFinite
 from ftkit.training.journal import Journal
-from ftkit.training.loggers import Loggers, make_loggers, own_loggers
+from ftkit.training.loggers import Loggers, make_loggers
 from ftkit.training.loop import Interrupted, StopRequest, Training
 from ftkit.training.recorder import Recorder
 from ftkit.training.setup import Setup, set_up
@@ -109,7 +109,7 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
             setup, journal, run_ids=run_ids, changes=job.changes, restarts=len(job.restarts)
         )
     # Only now: a checkpoint has the id of W&B's run before W&B is contacted.
-    started_loggers = Loggers(loggers | own_loggers(recipe.out_dir), recipe, journal.warn)
+    started_loggers = Loggers(loggers, recipe, journal.warn)
     training = Training(
         setup,
         Evaluator(

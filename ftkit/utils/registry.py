@@ -15,7 +15,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,17 +77,28 @@ class Registry(Generic[RowType]):
         """Extensions of ours whose rows cannot be read, and why."""
         self.opened: dict[str, RowType] = {}
         """Rows of other packages that have been used."""
+        self.held: dict[str, RowType] = {}
+        """Rows that a `with` block holds: those of the plugin in use."""
+
+    @contextmanager
+    def holding(self, rows: Iterable[RowType]) -> Iterator[None]:
+        """Have further rows inside the block, in place of those that a block around it holds."""
+        before, self.held = self.held, {row.name: row for row in rows}
+        try:
+            yield
+        finally:
+            self.held = before
 
     def get(self, name: str) -> RowType | None:
         """Return the row of a name; None: there is none.
 
-        The core's rows come first, then those of our extensions, then those of other packages: what
-        is installed beside ftkit changes no name that ftkit has.
+        The core's rows come first, then those of our extensions, those that a block holds, and
+        those of other packages: what is beside ftkit changes no name that ftkit has.
 
         Raises:
             UserError: it is a row of another package, which cannot be used.
         """
-        row = self._core.get(name) or self._of_extensions.get(name)
+        row = self._core.get(name) or self._of_extensions.get(name) or self.held.get(name)
         if row is not None:
             return row
         other = next((one for one in self.installed if one.name == name), None)
@@ -100,7 +111,7 @@ class Registry(Generic[RowType]):
 
     @property
     def names(self) -> list[str]:
-        """Every name, also those of other packages."""
+        """Every name, also those of other packages; none of a row that a block holds."""
         return [*(row.name for row in self), *(one.name for one in self.installed)]
 
     def of_extension(self, extension: str) -> list[RowType]:

@@ -78,6 +78,7 @@ def test_what_only_extensions_have_is_refused(core: Path, tmp_path: Path) -> Non
         ("merge", "out"),
         ("finetune", "theirs.yml", "--tool", "axolotl"),
         ("plan", ROOT / "recipes/quickstart.yaml", "--peft", "vera"),
+        ("plan", ROOT / "recipes/quickstart.yaml", "--plugin", "my.py"),
     ):
         line = command_line(*words)
         ended = subprocess.run(

@@ -532,6 +532,26 @@ class TestOwnExtensions:
         assert registry.names == ["a", "b"]
         assert [row.name for row in registry.of_extension("good")] == ["b"]
 
+    def test_rows_that_a_block_holds_are_found_inside_it(
+        self, registry: Registry[Installed], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def row(name: str, place: str) -> Installed:
+            return Installed("letters", name, place, "", "", "")
+
+        def place_of(name: str) -> str | None:
+            found = registry.get(name)
+            return None if found is None else found.place
+
+        monkeypatch.setattr(registry, "installed", [row("p", "a module that is not there")])
+        with registry.holding([row("a", "held"), row("p", "held"), row("q", "held")]):
+            assert place_of("a") == "", "what has the name without it keeps it"
+            assert (place_of("p"), place_of("q")) == ("held", "held"), "nothing is imported"
+            assert registry.names == ["a", "b", "p"], "nor is it offered"
+            with registry.holding([]):
+                assert place_of("q") is None
+            assert place_of("q") == "held"
+        assert place_of("q") is None
+
     def test_without_extensions_the_core_has_its_own(
         self, registry: Registry[Installed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

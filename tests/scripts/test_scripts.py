@@ -52,6 +52,8 @@ LIGHT_MODULES = [
     "extensions.other_models.code",
     "extensions.other_models.second_model",
     "extensions.packed_weights.stored_forms",
+    "extensions.plugin.reading",
+    "extensions.plugin.rows",
     "extensions.sweep.sweep",
     "extensions.watch.live_page",
     "extensions.watch.watch",
@@ -62,6 +64,7 @@ LIGHT_MODULES = [
     "models.pretrained.stored_forms",
     "models.pretrained.tokenizer",
     "strategies.schedule",
+    "training.callback_rows",
 ]
 NOT_LIGHT = [
     "cli.child",

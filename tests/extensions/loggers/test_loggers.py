@@ -22,7 +22,7 @@ from ftkit.recipe.loggers import check_loggers_installed
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plugin import using
 from ftkit.recipe.recipe import Recipe
-from ftkit.training.loggers import Loggers, make_loggers, own_loggers
+from ftkit.training.loggers import Loggers, make_loggers
 
 
 def make(logger: str, out_dir: Path, **more: str) -> Recipe:
@@ -132,7 +132,8 @@ def test_a_logger_of_a_plugin_that_fails_is_dropped_and_its_line_named(
 ) -> None:
     warned: list[str] = []
     with using(plugin_of(tmp_path, OWN.replace("{fault}", fault))):
-        loggers = Loggers(own_loggers(tmp_path), make("csv", tmp_path), warned.append)
+        recipe = make("csv", tmp_path)
+        loggers = Loggers(loggers_of(recipe, run_ids={}), recipe, warned.append)
         for step in (1, 2):
             loggers.log({"loss": 1.0}, step)
     (said,) = warned

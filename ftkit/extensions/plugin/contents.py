@@ -1,6 +1,6 @@
 """Finds what a plugin defines, in a process of its own.
 
-`python -m ftkit.training.plugin_contents PARENT DESCRIPTOR SECONDS` reads a `Plugin` without
+`python -m ftkit.extensions.plugin.contents PARENT DESCRIPTOR SECONDS` reads a `Plugin` without
 definitions from a file, executes it, and writes what it defines, or why it cannot be used, to that
 file.
 """
@@ -34,9 +34,11 @@ from lightning.fabric.loggers.logger import Logger
 
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.errors import UserError
+from ftkit.extensions.plugin.definitions import Defined, Kind, OwnOption
 from ftkit.objectives.objective import Objective
 from ftkit.recipe.objectives import OBJECTIVES, ObjectiveRules
-from ftkit.recipe.plugin import METRIC_ARGUMENTS, Defined, Kind, OwnOption, Plugin
+from ftkit.recipe.own_metric import METRIC_ARGUMENTS
+from ftkit.recipe.plugin import Plugin
 from ftkit.training.callbacks import Callback
 
 _BASES: dict[type, Kind] = {
@@ -188,7 +190,7 @@ def _contents(values: dict[str, Any]) -> dict[str, Any]:
         found = definitions_in(Plugin.from_json(values))
     except UserError as error:
         return {"error": str(error)}
-    return {"definitions": [dataclasses.asdict(one) for one in found]}
+    return {"definitions": [one.to_json() for one in found]}
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def component(class_path: str, **init_args: Any) -> Component:
 
 
 def test_what_ftkit_uses_of_a_file_is_found_by_what_it_is(own: Plugin) -> None:
-    assert [(one.kind, one.name) for one in own.definitions] == [
+    assert [(one["kind"], one["name"]) for one in own.definitions] == [
         ("objective", "Mine"),
         ("objective", "Compared"),
         ("objective", "Unfinished"),
@@ -343,8 +343,8 @@ def test_every_example_of_the_document_is_a_plugin(tmp_path: Path) -> None:
     kinds = set()
     for heading, code in documented().items():
         (one,) = plugin_of(tmp_path, code).definitions
-        assert one.kind in heading or heading == "A data set"
-        kinds.add(one.kind)
+        assert one["kind"] in heading or heading == "A data set"
+        kinds.add(one["kind"])
     assert len(kinds) == len(documented())
 
 

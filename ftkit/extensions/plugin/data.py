@@ -10,7 +10,8 @@ from ftkit.data.records.read import RecordSet, Rows, record_set
 from ftkit.data.records.shapes import RecordReader
 from ftkit.data.spec import PartSource
 from ftkit.errors import UserError
-from ftkit.recipe.plugin import Defined, Plugin, own_class
+from ftkit.extensions.plugin.definitions import Defined, definitions_of, make
+from ftkit.recipe.plugin import PACKAGE, Plugin, plugin_in_use
 from ftkit.recipe.recipe import Component
 from ftkit.utils.own_code import description
 
@@ -27,10 +28,12 @@ class PluginData(OwnData):
     _options_of_class: dict[str, Any]
 
     @classmethod
+    def documented(cls, name: str) -> type:
+        return _own(name)[1].options_class
+
+    @classmethod
     def of(cls, data: Component) -> Self:
-        found = own_class("data", data["class_path"])
-        assert found is not None
-        plugin, defined = found
+        plugin, defined = _own(data["class_path"])
         init_args = data["init_args"]
         defined.check_options(init_args, beside=OPTIONS_WITHOUT_FILES)
         names = frozenset(option.name for option in defined.options)
@@ -76,7 +79,7 @@ class PluginData(OwnData):
         Raises:
             UserError: an item cannot be read.
         """
-        made = self._plugin.make("data", self._defined.name, **self._options_of_class, **options)
+        made = make(self._plugin, self._defined, **self._options_of_class, **options)
         number = 0
         try:
             if not len(made):
@@ -93,6 +96,14 @@ class PluginData(OwnData):
                 f"{self._plugin.option}: {self._defined.name}[{number}] fails: "
                 f"{description(error, self._plugin.file)}.\nCorrect it."
             ) from error
+
+
+def _own(class_path: str) -> tuple[Plugin, Defined]:
+    """The plugin in use, and its class of a path."""
+    plugin = plugin_in_use()
+    assert plugin is not None
+    name = class_path.removeprefix(f"{PACKAGE}.")
+    return plugin, next(one for one in definitions_of(plugin, "data") if one.name == name)
 
 
 def _plain(item: Any) -> Any:
