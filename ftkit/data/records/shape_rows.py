@@ -223,25 +223,7 @@ RECORD_SHAPES = Registry(
 )
 """Shapes of records by name."""
 
-PREFERENCES = Registry(
-    "preferences",
-    (PreferenceRow,),
-    core=(
-        PreferenceRow(
-            name="pairs",
-            columns=("chosen", "rejected"),
-            reader_place="ftkit.data.records.pairs:PairReader",
-            renderer_place="ftkit.data.answer_rendering:PairRenderer",
-            answers=("chosen", "rejected"),
-        ),
-        PreferenceRow(
-            name="labels",
-            reader_place="ftkit.data.records.labels:LabelReader",
-            renderer_place="ftkit.data.answer_rendering:LabelRenderer",
-            turns="last",  # the one that the label is of
-        ),
-    ),
-)
+PREFERENCES: Registry[PreferenceRow] = Registry("preferences", (PreferenceRow,), core=())
 """Ways in which records say which answers are better, by name."""
 
 _EXTENSIONS = {CONVERSATION: "chats", "pairs": "preference", "labels": "preference"}

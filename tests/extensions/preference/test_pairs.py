@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from messages import message_of, says
 
-from ftkit.data.records.pairs import pair_rows
 from ftkit.data.records.record import Misfit
 from ftkit.data.records.shapes import reader_of
+from ftkit.extensions.preference.pairs import pair_rows
 
 USER = {"role": "user", "content": "2 + 2?"}
 RIGHT = {"role": "assistant", "content": "4"}
