@@ -675,9 +675,12 @@ class OwnData(DataSource):
             # A prompt of one question has no place for others: with them it is a conversation.
             every = (*records.train, *(records.val or ()))
             has_history = any("history" in _first(record, self._preferred) for record in every)
-            return rules, CONVERSATION if has_history else row.name
-        template, default = None, row.train_on
+            if has_history:
+                return rules, shape_row(CONVERSATION, "The history of an instruction").name
+            return rules, row.name
+        shape, template, default = row.name, None, row.train_on
         if row.has_template:
+            shape = shape_row(CONVERSATION, "data.chat_template").name
             template = source.chat_template or "tokenizer"
             if row.has_style and source.mask_prompt is not None:
                 default = masked
@@ -688,7 +691,7 @@ class OwnData(DataSource):
             chat_template=template,
             chat_template_kwargs=given_arguments(source.chat_template_kwargs or {}) or None,
             train_on=source.train_on or default,
-        ), CONVERSATION if row.has_template else row.name
+        ), shape
 
     @property
     def _preferred(self) -> PreferenceRow | None:

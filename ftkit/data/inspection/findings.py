@@ -15,8 +15,8 @@ from ftkit.data.prepare import NO_LABELS, NO_REASONING, advice_for
 from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.samples.layout import IntArray
 from ftkit.data.samples.sample_set import Sample, SampleSet
+from ftkit.models.chat_templates import NO_TOOLS
 from ftkit.models.chat_templates.template import OF_TOKENIZER
-from ftkit.models.chat_templates.turns import NO_TOOLS
 from ftkit.utils.console.formatting import percent_text, shortened
 
 if TYPE_CHECKING:

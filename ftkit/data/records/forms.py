@@ -122,7 +122,9 @@ def completion_form(row: dict[str, Any], columns: Mapping[str, str], *, answered
     if isinstance(row.get("prompt"), list):
         conversation = RECORD_SHAPES.get(CONVERSATION)
         if conversation is None:
-            raise Refusal(f": prompt and completion {lacks_extension(CONVERSATION)}")
+            raise Refusal(
+                f" has a list of messages as its prompt, and {lacks_extension(CONVERSATION)}"
+            )
         found: Form = imported(conversation.prompted_place)(row, columns, answered=answered)
         return found
     return Form(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftkit.data.records.keys import ARGUMENT_KEYS, CONVERSATION_KEYS, LABEL_KEYS, MEDIA
+from ftkit.data.records.keys import ARGUMENT_KEYS, LABEL_KEYS, MEDIA
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import TrainOn
 from ftkit.models.chat_templates.arguments import ARGUMENTS
@@ -62,6 +62,9 @@ class ShapeRow:
     adapt_place: str = ""
     """Function that takes a canonical record, or one of an instruction, and options by name, and
     returns the record that is rendered; "": records are rendered as they are."""
+    ends_place: str = ""
+    """Function that takes a tokenizer and a chat template, and returns the ids of the tokens that
+    end an answer in it; "": no template writes such records."""
     advice_place: str = ""
     """Function with the arguments of `ftkit.data.prepare.advice_for`; "": there is no advice."""
 
@@ -103,10 +106,10 @@ class PreferenceRow:
     """Turns of conversations that carry loss, by default."""
 
 
-_SET_TRAIN_ON = "Set train_on (assistant, last or all) instead, and remove {key}"
+SET_TRAIN_ON = "Set train_on (assistant, last or all) instead, and remove {key}"
 _WITHOUT_PROMPT = {
     "prompt_style": "Remove {key}",
-    "mask_prompt": _SET_TRAIN_ON,
+    "mask_prompt": SET_TRAIN_ON,
     "chat_template": "Remove {key}",
     ARGUMENTS: "Remove {key}",
     "drop_system": "Remove {key}",
@@ -157,33 +160,6 @@ RECORD_SHAPES = Registry(
             refused=_WITHOUT_PROMPT,
         ),
         ShapeRow(
-            name="messages",
-            noun="conversation",
-            holds=("messages", "conversations (ShareGPT)"),
-            rule="A record is an object with a list of messages.",
-            keys=CONVERSATION_KEYS,
-            precedence=(4, 4),
-            columns=("messages", "tools", "system"),
-            inside=(
-                *("role", "content"),
-                *("system_role", "user_role", "assistant_role", "tool_role"),
-            ),
-            uses=frozenset((*ARGUMENT_KEYS, *MEDIA, "history", "tools")),
-            form_place="ftkit.data.records.conversations:conversation_form",
-            prompted_place="ftkit.data.records.conversations:prompted_form",
-            renderer_place="ftkit.data.chat_rendering:ChatRenderer",
-            inside_place="ftkit.data.records.turn_names:with_our_names",
-            adapt_place="ftkit.data.records.conversations:as_rendered",
-            advice_place="ftkit.data.chat_advice:advice",
-            train_on="assistant",
-            has_template=True,
-            prompts=0,
-            refused={
-                "prompt_style": "Set chat_template instead, and remove {key}",
-                "mask_prompt": _SET_TRAIN_ON,
-            },
-        ),
-        ShapeRow(
             name="text",
             noun="document",
             holds=("text",),
@@ -227,18 +203,22 @@ PREFERENCES: Registry[PreferenceRow] = Registry("preferences", (PreferenceRow,),
 """Ways in which records say which answers are better, by name."""
 
 _EXTENSIONS = {CONVERSATION: "chats", "pairs": "preference", "labels": "preference"}
-"""Our extensions that bring rows."""
+"""Our extensions that bring rows, to be named where they are missing."""
 
 
-def shape_row(name: str) -> ShapeRow:
+def shape_row(name: str, by: str = "Such data") -> ShapeRow:
     """Return the row of a shape.
+
+    Args:
+        name: of the shape.
+        by: what needs it, for the error.
 
     Raises:
         UserError: the extension that brings it is missing.
     """
     row = RECORD_SHAPES.get(name)
     if row is None:
-        raise UserError(f"The data {lacks_extension(name)}")
+        raise UserError(f"{by} {lacks_extension(name)}")
     return row
 
 
@@ -250,17 +230,14 @@ def preference_row(name: Preference) -> PreferenceRow:
     """
     row = PREFERENCES.get(name)
     if row is None:
-        raise UserError(f"The data {lacks_extension(name)}")
+        raise UserError(f"An objective on {name} {lacks_extension(name)}")
     return row
 
 
 def lacks_extension(name: str) -> str:
-    """The words, behind what needs it, with which records without a row are refused."""
-    what = "conversations" if name == CONVERSATION else f"{name} of answers"
-    return (
-        f"hold {what}, but ftkit's extension {_EXTENSIONS.get(name, name)}, which reads and "
-        "renders them, is missing.\nInstall all of ftkit again."
-    )
+    """The words, behind what needs a row that is not there, with which it is refused."""
+    extension = _EXTENSIONS.get(name, name)
+    return f"needs ftkit's extension {extension}, which is missing.\nInstall all of ftkit again."
 
 
 def known_shapes() -> str:

@@ -295,7 +295,7 @@ def _shape_of(row: dict[str, Any]) -> ShapeRow:
         if of_package.claim(row.keys()):
             return of_package
     if RECORD_SHAPES.get(CONVERSATION) is None and row.keys() & set(CONVERSATION_KEYS):
-        raise Refusal(f": its messages {lacks_extension(CONVERSATION)}")
+        raise Refusal(f" is a conversation, and {lacks_extension(CONVERSATION)}")
     raise Misfit(_explain_unknown(row))
 
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftkit.data.records.conversations import role_of, text_of
 from ftkit.data.records.keys import (
     ANSWER_KEYS,
     ANSWER_NAMES,
@@ -18,6 +17,7 @@ from ftkit.data.records.keys import (
 from ftkit.data.records.record import Misfit, Record, keys_of, kind_of
 from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.records.shapes import RecordReader, check_unweighted, recognise
+from ftkit.extensions.chats.conversations import role_of, text_of
 
 Row = dict[str, Any]
 Turns = list[Any]

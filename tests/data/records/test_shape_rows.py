@@ -1,12 +1,15 @@
 """Rows of shapes: which one a record has, also where another package brings it."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from messages import message_of, says
 
 from ftkit.data.records.forms import Form
 from ftkit.data.records.record import Record
@@ -17,7 +20,9 @@ from ftkit.data.records.shape_rows import (
     ShapeRow,
     imported,
 )
-from ftkit.data.records.shapes import RecordReader
+from ftkit.data.records.shapes import RecordReader, reader_of
+from ftkit.data.sources import data_source
+from ftkit.recipe.recipe import Component
 from ftkit.utils.registry import Installed
 
 SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -96,3 +101,51 @@ def test_a_row_names_what_is_there(row: ShapeRow | PreferenceRow) -> None:
     assert places
     for place in places.values():
         assert callable(imported(place)), place
+
+
+class TestWithoutTheExtension:
+    """Of conversations: what needs it is refused, and names it."""
+
+    @pytest.fixture(autouse=True)
+    def _chats_is_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(RECORD_SHAPES, "_by_extension", {})
+        monkeypatch.setattr(RECORD_SHAPES, "_of_extensions", {})
+
+    @pytest.mark.parametrize(
+        "row",
+        [
+            {"messages": SAID},
+            {"conversations": [{"from": "human", "value": "?"}]},
+            {"prompt": SAID[:1], "completion": SAID[1:]},
+        ],
+    )
+    def test_conversations_are_refused(self, row: Record) -> None:
+        message = message_of(shape_of, row)
+        assert says(message, "needs", "extension chats", "Install")
+
+    @pytest.mark.parametrize(
+        ("row", "options", "by"),
+        [
+            ({"history": [["a", "b"]]}, {}, "history"),
+            ({}, {"chat_template": "chatml"}, "data.chat_template"),
+        ],
+    )
+    def test_instructions_that_become_conversations_are_refused(
+        self, row: Record, options: dict[str, str], by: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "a.json"
+        file.write_text(json.dumps([{"instruction": "a", "output": "b"} | row] * 3))
+        init_args = {"path": str(file), **options}
+        (part,) = data_source(Component(class_path="JSON", init_args=init_args)).parts()
+        assert says(message_of(part.read), by, "extension chats", "Install")
+
+    def test_other_records_are_read(self) -> None:
+        assert shape_of({"instruction": "a", "output": "b", "history": []}) == "instruction"
+
+    def test_an_unknown_record_is_not_told_of_conversations(self) -> None:
+        assert "messages" not in message_of(shape_of, {"a": 1})
+
+
+def test_a_preference_without_its_extension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PREFERENCES, "_of_extensions", {})
+    assert says(message_of(reader_of, preference="pairs"), "pairs", "extension preference")

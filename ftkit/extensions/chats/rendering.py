@@ -20,11 +20,17 @@ from ftkit.data.rendering import (
     without_end,
 )
 from ftkit.data.spec import Rules
+from ftkit.extensions.chats.span_weights import with_span_weights
+from ftkit.extensions.chats.stops import TYPICAL
+from ftkit.extensions.chats.turns import (
+    TurnFinder,
+    WeightedSpan,
+    Written,
+    plain_messages,
+)
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.prompt_styles import template_of_style
-from ftkit.models.chat_templates.span_weights import with_span_weights
-from ftkit.models.chat_templates.stops import TYPICAL
 from ftkit.models.chat_templates.template import (
     OF_TOKENIZER,
     ChatTemplate,
@@ -32,12 +38,6 @@ from ftkit.models.chat_templates.template import (
     TemplateRefusal,
     resolve_chat_template,
     text_template,
-)
-from ftkit.models.chat_templates.turns import (
-    TurnFinder,
-    WeightedSpan,
-    Written,
-    plain_messages,
 )
 
 LOST = "no token lies in a turn of the assistant"
@@ -352,6 +352,11 @@ class ChatRenderer(Renderer):
         assert self._tokenizer is not None
         (encoded,) = self._tokenizer.encode_all_rendered([text])
         return _Tokens(encoded.ids, encoded.offsets)
+
+
+def ends_of_turns(tokenizer: _ChatTokenizer, template: ChatTemplate) -> frozenset[int]:
+    """Return the tokens that end an answer in a template: EOS, and those that end its turns."""
+    return ChatRenderer(tokenizer, template, train_on="assistant").stop_ids
 
 
 def _template(rules: Rules, tokenizer: Any) -> ChatTemplate:

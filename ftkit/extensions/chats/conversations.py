@@ -7,7 +7,9 @@ from typing import Any
 
 from ftkit.data.records.forms import Form
 from ftkit.data.records.keys import CONVERSATION_KEYS, Refusal, is_empty
-from ftkit.data.records.marks import (
+from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
+from ftkit.data.records.shape_rows import CONVERSATION
+from ftkit.extensions.chats.marks import (
     TRAIN_MARKS,
     arguments_of,
     check_beside_messages,
@@ -15,8 +17,6 @@ from ftkit.data.records.marks import (
     mark_of,
     unused_of,
 )
-from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
-from ftkit.data.records.shape_rows import CONVERSATION
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.utils.names import nearest
 

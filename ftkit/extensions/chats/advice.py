@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from ftkit.data.prepare import NO_REASONING, make_renderer
 from ftkit.data.records.record import Record
 from ftkit.data.spec import Part
+from ftkit.extensions.chats.turns import CHANGED, NO_TURN, NOT_MARKED, REFUSED
+from ftkit.models.chat_templates import NO_TOOLS
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.template import NAMED
-from ftkit.models.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, REFUSED
 
 _TO_TEMPLATES = {
     NO_TOOLS: "Use a template with a place for tools: --data.chat_template FILE.",
