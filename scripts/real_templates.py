@@ -13,7 +13,7 @@ from unittest.mock import Mock
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from ftkit.data.chat_rendering import ChatRenderer
+from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.models.chat_templates.sandbox import DATE
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE, text_template
 from ftkit.models.pretrained.tokenizer import Tokenizer

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ftkit.cli.commands import COMMANDS
+from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.evaluation.task_programs import TASK_PROGRAMS
 from ftkit.models.chat_templates.prompt_styles import STYLES as PROMPT_STYLES
@@ -51,9 +52,11 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     OBJECTIVES,
     OPTIMIZERS,
     PLUGIN_READERS,
+    PREFERENCES,
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,
+    RECORD_SHAPES,
     RUN_ENDS,
     SECTIONS,
     STORED_FORMS,

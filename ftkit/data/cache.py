@@ -26,12 +26,14 @@ from filelock import FileLock, Timeout
 from ftkit.data.prepare import Counts, Prepared, make_renderer
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.record import Record
+from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES
 from ftkit.data.samples.sample_set import SampleArrays, SampleSet
 from ftkit.data.spec import Content, Part, Rules
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import cache_root, new_directory, write_json
 from ftkit.utils.json_values import from_json
+from ftkit.utils.registry import extension_names
 
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -41,7 +43,7 @@ _CACHE_FORMAT = 2
 _LIBRARIES = ("sentencepiece", "tokenizers")
 """Libraries that make texts and tokens: another version may make others."""
 _CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
-"""Modules of ftkit that do so."""
+"""Modules of ftkit that do so, beside the extensions that bring kinds of records."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
 # Little-endian, whatever the machine: the directory may be shared.
 _ARRAYS = {
@@ -159,7 +161,12 @@ def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: 
 def _code_digest() -> str:
     """Digest of the modules and templates of ftkit that make samples of files."""
     digest = hashlib.sha256()
-    for name in _CODE:
+    brought = (
+        f"extensions/{one}"
+        for one in extension_names()
+        if RECORD_SHAPES.of_extension(one) or PREFERENCES.of_extension(one)
+    )
+    for name in (*_CODE, *brought):
         path = Path(__file__).parents[1] / name
         for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
             if file.suffix in (".py", ".jinja"):

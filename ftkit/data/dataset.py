@@ -31,6 +31,7 @@ from ftkit.data.prepare import (
     make_renderer,
     prepare_records,
 )
+from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.rendering import NO_OUTPUT, Example, Renderer
 from ftkit.data.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.data.samples.sampler import EpochOrder
@@ -304,8 +305,7 @@ class DataSets(_Loaded):
     @property
     def prompt_source(self) -> LoadedPart:
         """First source of the shape that shows best how to prompt the result."""
-        shapes = ("messages", "instruction", "completion", "text", "tokens")
-        return min(self.parts, key=lambda part: shapes.index(part.part.shape))
+        return min(self.parts, key=lambda part: shape_row(part.part.shape).prompts)
 
     @property
     def stop_ids(self) -> frozenset[int]:

@@ -5,20 +5,27 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, get_args
 
 from ftkit.data.records.bad import SKIP
-from ftkit.data.records.conversations import conversation_of
 from ftkit.data.records.formats import files_of, format_of
 from ftkit.data.records.hub import HubName
 from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.data.records.read import RecordSet, read_files, read_hub
 from ftkit.data.records.record import Record, Shape
-from ftkit.data.records.shapes import COLUMNS, TURN_COLUMNS
+from ftkit.data.records.shape_rows import (
+    CONVERSATION,
+    PREFERENCES,
+    RECORD_SHAPES,
+    PreferenceRow,
+    imported,
+    preference_row,
+    shape_row,
+)
 from ftkit.data.spec import (
     Content,
     DataSource,
@@ -342,7 +349,9 @@ def _check_columns(name: str, value: Any) -> None:
         "a mapping from ftkit's keys to those of the records",
         works,
     )
-    known = [*(key for keys in COLUMNS.values() for key in keys), *TURN_COLUMNS]
+    shapes = [one.columns for one in (*RECORD_SHAPES, *PREFERENCES)]
+    known = [*(key for keys in shapes for key in keys)]
+    known += [key for one in RECORD_SHAPES for key in one.inside]
     for ours in value:
         if ours not in known:
             near = nearest(str(ours), known) or "instruction"
@@ -350,7 +359,7 @@ def _check_columns(name: str, value: Any) -> None:
                 f"{name}.{ours} is {value[ours]}, but records have no {ours}, only "
                 f"{', '.join(known)}.\n{how_to_set(f'{name}.{near}', value[ours])}"
             )
-    shapes = [keys for keys in COLUMNS.values() if value.keys() & set(keys)]
+    shapes = [keys for keys in shapes if value.keys() & set(keys)]
     if len(shapes) > 1:
         kinds = " and ".join(sorted(value.keys() & set(keys))[0] for keys in shapes[:2])
         raise UserError(
@@ -364,14 +373,6 @@ def _field_names(options: type) -> list[str]:
 
 
 _DEFAULT_VAL_SPLIT_FRACTION = 0.05  # of litgpt.data.JSON
-_TRAINED: dict[Shape, TrainOn] = {
-    "instruction": "assistant",
-    "messages": "assistant",
-    "completion": "last",
-    "text": "all",
-    "tokens": "all",
-}
-"""Default of train_on by shape, where no prompt style is used."""
 _NOT_OF_CONTENT = (
     *("path", "json_path", "sources", "key", "name", "weight", "samples"),
     *("num_workers", "ignore_index"),
@@ -581,7 +582,7 @@ class OwnData(DataSource):
             # Readers name keys of data; the records of a set stand under eval.sets.NAME.
             raise UserError(_OPTION.sub(rf"eval.sets.{source.name}.\1", str(error))) from error
         rules, shape = self._rules(source, records)
-        train, val = _as_rendered(source, records, rules, shape)
+        train, val = self._as_rendered(source, records, rules, shape)
         left_out = ""
         if self._options.drop_equal and not self._whole:
             seen = {digest for one in self._before(source) for digest in self._digests_of(one)}
@@ -649,39 +650,42 @@ class OwnData(DataSource):
         """Digests of all records of a source."""
         if source.key not in self._digests:
             records = self._read(source)
-            train, val = _as_rendered(source, records, *self._rules(source, records))
+            train, val = self._as_rendered(source, records, *self._rules(source, records))
             every = (*train, *(val or ()))
             self._digests[source.key] = frozenset(_digest(record, source) for record in every)
         return self._digests[source.key]
 
     def _rules(self, source: _SourceOptions, records: RecordSet) -> tuple[Rules, Shape]:
         """Choose the rendering rules of a source, and the shape that is rendered."""
-        shape = records.form.shape
+        row = shape_row(records.form.shape)
         _check_meant(source, self._options, records, self._preference)
         rules = Rules(
             reasoning=self._options.reasoning,
-            overlong=self._options.overlong or ("split" if shape == "text" else "truncate"),
+            overlong=self._options.overlong or ("split" if row.is_split else "truncate"),
             min_tokens=self._options.min_tokens or 0,
             preference=self._preference,
         )
         # The prompt of a pair is in both halves, and says nothing about which one is better.
         masked: TrainOn = "last" if source.mask_prompt or self._preference else "all"
-        if shape == "instruction" and source.chat_template is None:
+        if row.has_style and source.chat_template is None:
             style = resolve_prompt_style(source.prompt_style)
             rules = dataclasses.replace(
                 rules, prompt_style=style, train_on=source.train_on or masked
             )
             # A prompt of one question has no place for others: with them it is a conversation.
             every = (*records.train, *(records.val or ()))
-            return rules, "messages" if any(map(_has_history, every)) else shape
-        template, default = None, _TRAINED[shape]
-        if self._preference == "labels" and shape == "messages":
-            default = "last"  # the one that the label is of
-        if shape in ("instruction", "messages"):
+            has_history = any("history" in _first(record, self._preferred) for record in every)
+            if has_history:
+                return rules, shape_row(CONVERSATION, "The history of an instruction").name
+            return rules, row.name
+        shape, template, default = row.name, None, row.train_on
+        if row.has_template:
+            shape = shape_row(CONVERSATION, "data.chat_template").name
             template = source.chat_template or "tokenizer"
-            if shape == "instruction" and source.mask_prompt is not None:
+            if row.has_style and source.mask_prompt is not None:
                 default = masked
-            shape = "messages"
+            elif self._preferred is not None and not row.has_style:
+                default = self._preferred.turns
         return dataclasses.replace(
             rules,
             chat_template=template,
@@ -689,39 +693,31 @@ class OwnData(DataSource):
             train_on=source.train_on or default,
         ), shape
 
+    @property
+    def _preferred(self) -> PreferenceRow | None:
+        return None if self._preference is None else preference_row(self._preference)
 
-def _as_rendered(
-    source: _SourceOptions, records: RecordSet, rules: Rules, shape: Shape
-) -> tuple[list[Record], list[Record] | None]:
-    """Records to train on and to validate on, as they are rendered."""
-    changes: list[Callable[[Record], Record]] = []
-    if shape != records.form.shape:
-        changes.append(partial(_conversation, keeps_input=rules.prompt_style is not None))
-    if source.drop_system and shape == "messages":
-        changes.append(_without_system)
-    train, val = records.train, records.val
-    for change in changes:
-        train = [change(record) for record in train]
-        val = None if val is None else [change(record) for record in val]
-    return train, val
+    def _as_rendered(
+        self, source: _SourceOptions, records: RecordSet, rules: Rules, shape: Shape
+    ) -> tuple[list[Record], list[Record] | None]:
+        """Records to train on and to validate on, as they are rendered."""
+        place = shape_row(shape).adapt_place
+        if not place or (shape == records.form.shape and not source.drop_system):
+            return records.train, records.val
+        adapt = partial(
+            imported(place),
+            keeps_input=rules.prompt_style is not None,
+            drop_system=source.drop_system,
+        )
+        answers = self._preferred.answers if self._preferred else ()
 
+        def adapted(record: Record) -> Record:
+            if not answers:
+                return adapt(record)
+            return {answer: adapt(record[answer]) for answer in answers}
 
-def _conversation(record: Record, *, keeps_input: bool) -> Record:
-    """Convert an instruction record, or both of a pair, to conversations."""
-    if "chosen" in record:
-        return {
-            answer: conversation_of(one, keeps_input=keeps_input) for answer, one in record.items()
-        }
-    return conversation_of(record, keeps_input=keeps_input)
-
-
-def _without_system(record: Record) -> Record:
-    """A conversation, or both of a pair, without a system message at its beginning."""
-    if "chosen" in record:
-        return {answer: _without_system(one) for answer, one in record.items()}
-    messages = record["messages"]
-    begins = len(messages) > 1 and messages[0]["role"] == "system"
-    return record | {"messages": messages[1:]} if begins else record
+        train, val = records.train, records.val
+        return [*map(adapted, train)], None if val is None else [*map(adapted, val)]
 
 
 def _digest(record: Record, source: _SourceOptions) -> bytes:
@@ -742,8 +738,9 @@ def _unequal(records: Sequence[Record], source: _SourceOptions, seen: set[bytes]
     return kept
 
 
-def _has_history(record: Record) -> bool:
-    return "history" in record.get("chosen", record)
+def _first(record: Record, preferred: PreferenceRow | None) -> Record:
+    """The record with the first answer of a record that says which answers are better."""
+    return record[preferred.answers[0]] if preferred and preferred.answers else record
 
 
 def _check_meant(
@@ -753,18 +750,12 @@ def _check_meant(
     preference: Preference | None,
 ) -> None:
     """Refuse options that have no effect on records of this shape."""
-    shape, refused = records.form.shape, {}
-    if shape != "instruction":
-        refused["prompt_style"] = "Remove {key}"
-        # Of completions that are compared, answers alone are trained in any case.
-        if not (preference and shape == "completion" and source.mask_prompt):
-            instead = "Set train_on (assistant, last or all) instead, and remove {key}"
-            refused["mask_prompt"] = instead
-    if shape == "messages":
-        refused["prompt_style"] = "Set chat_template instead, and remove {key}"
-    if shape in ("completion", "text", "tokens"):
-        refused["chat_template"] = refused[ARGUMENTS] = refused["drop_system"] = "Remove {key}"
-    if shape == "instruction" and source.chat_template is None:
+    row = shape_row(records.form.shape)
+    refused = dict(row.refused)
+    # Of completions that are compared, answers alone are trained in any case.
+    if preference and row.name == "completion" and source.mask_prompt:
+        del refused["mask_prompt"]
+    if row.has_style and source.chat_template is None:
         instead = "Give chat_template too, or remove {key}"
         refused[ARGUMENTS] = refused["drop_system"] = instead
     group = source.key.rpartition(".")[0]
@@ -775,13 +766,12 @@ def _check_meant(
                 f"{records.form.plural}, for which it means nothing.\n"
                 f"{advice.format(key=f'{group}.{key}')} (on the command line: --data.{key} null)."
             )
-    if shape in ("text", "tokens") and source.train_on not in (None, "all"):
-        how = "learned whole" if shape == "text" else "learned as their weights say"
+    if row.learned and source.train_on not in (None, "all"):
         raise UserError(
             f"data.train_on is {source.train_on}, but {records.where} holds "
-            f"{records.form.plural}, which are {how}.\nRemove train_on, or set it to all."
+            f"{records.form.plural}, which are {row.learned}.\nRemove train_on, or set it to all."
         )
-    if shape != "text" and options.overlong == "split":
+    if not row.is_split and options.overlong == "split":
         raise UserError(
             f"data.overlong is split, but {records.where} holds {records.form.plural}, and only "
             "documents are split.\nTry --data.overlong drop."

@@ -1,51 +1,34 @@
 """Preparation: records are rendered, cut to length and counted, with advice on those left out."""
 
-import dataclasses
 import json
 import multiprocessing
 import os
 import signal
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.bad import BadKind
 from ftkit.data.records.record import Record
+from ftkit.data.records.shape_rows import imported, preference_row, shape_row
 from ftkit.data.rendering import (
     NO_OUTPUT,
     NO_TEXT,
     NO_TOKEN,
     UNKNOWN_TOKEN,
-    CompletionRenderer,
-    InstructionRenderer,
-    LabelRenderer,
-    PairRenderer,
     Rendered,
     Renderer,
     Rendering,
-    TextRenderer,
-    TokensRenderer,
     cut,
 )
 from ftkit.data.samples.sample_set import SampleRows, SampleSet
-from ftkit.data.spec import Overlong, Part, Rules
-from ftkit.models.chat_templates.arguments import ARGUMENTS
-from ftkit.models.chat_templates.prompt_styles import template_of_style
-from ftkit.models.chat_templates.template import (
-    NAMED,
-    OF_TOKENIZER,
-    ChatTemplate,
-    resolve_chat_template,
-    text_template,
-)
-from ftkit.models.chat_templates.turns import CHANGED, NO_TOOLS, NO_TURN, NOT_MARKED, REFUSED
+from ftkit.data.spec import Overlong, Part
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import OnProgress
 
@@ -339,53 +322,13 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
         tokenizer: of the base model; None: only texts are rendered.
 
     Raises:
-        UserError: there is no such chat template.
+        UserError: there is no such chat template, or an extension is missing.
     """
-    renderer = _make_renderer(part, tokenizer)
-    if part.rules.preference == "pairs":
-        return PairRenderer(renderer)
-    return LabelRenderer(renderer) if part.rules.preference == "labels" else renderer
-
-
-def _make_renderer(part: Part, tokenizer: Any) -> Renderer:
     rules = part.rules
-    if part.shape == "text":
-        return TextRenderer(tokenizer)
-    if part.shape == "tokens":
-        return TokensRenderer(tokenizer)
-    if part.shape == "completion":
-        return CompletionRenderer(tokenizer, mask_prompt=rules.train_on != "all")
-    if part.shape == "messages":
-        return ChatRenderer(
-            tokenizer,
-            _template(rules, tokenizer),
-            train_on=rules.train_on,
-            reasoning=rules.reasoning,
-        )
-    assert rules.prompt_style is not None
-    return InstructionRenderer(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
-
-
-def _template(rules: Rules, tokenizer: Any) -> ChatTemplate:
-    if rules.prompt_style is not None:
-        return template_of_style(rules.prompt_style, tokenizer or _NoTokenizer())
-    assert rules.chat_template is not None
-    if tokenizer is not None:
-        template = resolve_chat_template(rules.chat_template, tokenizer)
-    elif rules.chat_template == OF_TOKENIZER:
-        # Texts alone are shown, without the model: any template stands in for its own.
-        return text_template("chatml", {})
-    else:
-        template = text_template(rules.chat_template, {})
-    return template.with_defaults(rules.chat_template_kwargs)
-
-
-class _NoTokenizer:
-    """Stand-in for a tokenizer where a prompt style only renders text."""
-
-    use_bos = False
-    bos_gap = ""
-    special_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
+    renderer: Renderer = imported(shape_row(part.shape).renderer_place).of(rules, tokenizer)
+    if rules.preference is not None:
+        renderer = imported(preference_row(rules.preference).renderer_place)(renderer)
+    return renderer
 
 
 RECORDS_AT_ONCE = 1000
@@ -457,20 +400,7 @@ _TO_RECORDS = {
     NO_TOKEN: "Give a weight above 0 to a token behind the first, or remove them.",
     UNKNOWN_TOKEN: "Make the ids with the tokenizer of checkpoint_dir.",
     NO_WEIGHT: "Give them a loss_weight above 0, or remove them.",
-    NO_TURN: "Add an answer of the assistant to them, or train: true to the turns that are meant.",
 }
-_TO_TEMPLATES = {
-    NO_TOOLS: "Use a template with a place for tools: --data.chat_template FILE.",
-    NO_REASONING: "Use a template with a place for reasoning: --data.chat_template FILE.",
-    NOT_MARKED: "Enclose the text of the assistant in {% generation %} in the template, or use a "
-    "template without it: --data.chat_template FILE.",
-}
-_SPLITTING: tuple[dict[str, str], ...] = (
-    {"reasoning": "split"},
-    {"train_on": "assistant"},
-    {"reasoning": "split", "train_on": "assistant"},
-)
-"""Options that make a sample of each turn."""
 
 
 def advice_for(
@@ -492,71 +422,8 @@ def advice_for(
     """
     if reason in _TO_RECORDS:
         return _TO_RECORDS[reason]
-    if part.shape != "messages" or not records:
+    place = shape_row(part.shape).advice_place
+    if not place:
         return "Correct or remove them."
-    if reason == CHANGED:
-        for options in _SPLITTING:
-            if _trial(part, options, records, tokenizer).taken == len(records):
-                words = " ".join(f"--data.{key} {value}" for key, value in options.items())
-                return f"Try {words}, which makes a sample of each turn."
-    trials = {
-        name: _trial(part, _with_template(name), records, tokenizer)
-        for name in NAMED
-        if name != part.rules.chat_template
-        and _trial(part, _with_template(name), used, tokenizer).taken == len(used)
-    }
-    fitting = {name: trial for name, trial in trials.items() if trial.taken and trial.learns_ends}
-    if fitting:
-        best = max(fitting, key=lambda name: fitting[name])
-        return (
-            f"Try --data.chat_template {best}, which accepts {fitting[best].taken:,} of the "
-            f"{len(records):,} that were tried."
-            + f" Remove data.{ARGUMENTS}."
-            * bool(part.rules.chat_template_kwargs)
-        )
-    if reason.startswith(REFUSED):
-        return (
-            "Change these conversations as the template requires, or use one that accepts them: "
-            "--data.chat_template FILE."
-        )
-    return _TO_TEMPLATES.get(reason, "Use another template: --data.chat_template FILE.")
-
-
-def _with_template(name: str) -> dict[str, Any]:
-    """Rules that take a chat template by name, also in the place of a prompt style."""
-    # Arguments are for one template.
-    return {"chat_template": name, "chat_template_kwargs": None, "prompt_style": None}
-
-
-class _Trial(NamedTuple):
-    """Outcome of rendering some records by other rules; the larger of two trials suits better."""
-
-    taken: int
-    """Records that become samples, with their reasoning."""
-    learns_ends: bool
-    """Whether a turn ends with a token of the model that ends an answer."""
-    fewer_new: int
-    """Tokens for roles and ends that the template of the part does not use, negative."""
-    fewer_tokens: int
-    """The tokens of all samples, negative: roles and ends in the vocabulary take one each."""
-
-
-def _trial(
-    part: Part, options: Mapping[str, Any], records: Sequence[Record], tokenizer: Any
-) -> _Trial:
-    rules = dataclasses.replace(part.rules, **options)
-    renderer = make_renderer(dataclasses.replace(part, rules=rules), tokenizer)
-    made = list(renderer.render(records))
-    samples = [sample for one in made for sample in one.samples]
-    template = make_renderer(part, tokenizer).template
-    written = {token for sample in samples for token in sample.ids}
-    new = (
-        token in written and text not in template.source + "".join(template.special_tokens.values())
-        for text, token in tokenizer.added_tokens.items()
-    )
-    return _Trial(
-        sum(bool(one.samples) and not one.omits_reasoning for one in made),
-        any(s.ids[end - 1] in renderer.stop_ids for s in samples for _, end in s.trained),
-        -sum(new),
-        -sum(len(sample.ids) for sample in samples),
-    )
+    advice: str = imported(place)(reason, records, part, tokenizer, used=used)
+    return advice

@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import compress, groupby, takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from ftkit.data.records.record import Record
+from ftkit.data.spec import Rules
 from ftkit.models.chat_templates.prompt_styles import DEFAULT, AnyStyle, template_of_style
 from ftkit.models.chat_templates.template import ChatTemplate
 
@@ -109,6 +110,10 @@ class Renderer(ABC):
     @abstractmethod
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer and do not belong to it."""
+
+    def system(self, record: Record) -> str:
+        """Return the system prompt of a record; "": it has none."""
+        return ""
 
     @abstractmethod
     def text(self, record: Record) -> str:
@@ -216,6 +221,12 @@ class InstructionRenderer(PromptedRenderer):
         super().__init__(tokenizer, mask_prompt=mask_prompt)
         self._prompt_style = prompt_style
 
+    @classmethod
+    def of(cls, rules: Rules, tokenizer: "Tokenizer | None") -> Self:
+        """The renderer of instruction records by these rules."""
+        assert rules.prompt_style is not None
+        return cls(tokenizer, rules.prompt_style, mask_prompt=rules.train_on != "all")
+
     @cached_property
     def template(self) -> ChatTemplate:
         assert self._tokenizer is not None
@@ -227,12 +238,20 @@ class InstructionRenderer(PromptedRenderer):
     def answer(self, record: Record) -> str:
         return record["output"]
 
+    def system(self, record: Record) -> str:
+        return str(record.get("sys_prompt") or "")
+
     def example(self, record: Record) -> Example:
         return self._example(record, record["instruction"], record.get("input", ""))
 
 
 class CompletionRenderer(PromptedRenderer):
     """Renders prompt and completion as they are."""
+
+    @classmethod
+    def of(cls, rules: Rules, tokenizer: "Tokenizer | None") -> Self:
+        """The renderer of completions by these rules."""
+        return cls(tokenizer, mask_prompt=rules.train_on != "all")
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -266,6 +285,11 @@ class TextRenderer(Renderer):
             tokenizer: of the base model; None: only texts are needed.
         """
         self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, rules: Rules, tokenizer: "Tokenizer | None") -> Self:
+        """The renderer of documents."""
+        return cls(tokenizer)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -321,6 +345,11 @@ class TokensRenderer(Renderer):
         """Set the tokenizer of the base model; None: only texts are needed."""
         self._tokenizer = tokenizer
 
+    @classmethod
+    def of(cls, rules: Rules, tokenizer: "Tokenizer | None") -> Self:
+        """The renderer of token sequences."""
+        return cls(tokenizer)
+
     @cached_property
     def template(self) -> ChatTemplate:
         assert self._tokenizer is not None
@@ -374,79 +403,3 @@ def _weighted_spans(weights: Sequence[float]) -> Iterator[tuple[int, int, float]
         first, end = end, end + len(list(run))
         if weight:
             yield first, end, weight
-
-
-ANSWERED_IN_PARTS = "an answer of several turns, which the template writes as several samples"
-"""Reason for a pair, or an answer with a label, without sample."""
-
-
-class PairRenderer(Renderer):
-    """Renders both answers of preference pairs: a sample has the chosen one, then the other."""
-
-    per_sample = 2
-
-    def __init__(self, of_answers: Renderer) -> None:
-        """Take the renderer of a record with one answer."""
-        self._of_answers = of_answers
-        self.is_python_bound = of_answers.is_python_bound
-
-    @property
-    def template(self) -> ChatTemplate:
-        return self._of_answers.template
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._of_answers.stop_ids
-
-    def text(self, record: Record) -> str:
-        texts = [self._of_answers.text(record[answer]) for answer in ("chosen", "rejected")]
-        return max(texts, key=len) if all(texts) else ""
-
-    def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
-        both = [record[answer] for record in records for answer in ("chosen", "rejected")]
-        renderings = self._of_answers.render(both)
-        for chosen, rejected in zip(renderings, renderings, strict=True):
-            refused = chosen.refused or rejected.refused
-            samples = (*chosen.samples, *rejected.samples)
-            if refused is None and len(samples) != self.per_sample:
-                refused = ANSWERED_IN_PARTS
-            omits = chosen.omits_reasoning or rejected.omits_reasoning
-            is_divided = chosen.is_divided or rejected.is_divided
-            if refused:
-                yield Rendering(refused=refused)
-            else:
-                yield Rendering(samples, None, omits, is_divided)
-
-    def example(self, record: Record) -> Example:
-        return self._of_answers.example(record["chosen"])
-
-
-class LabelRenderer(Renderer):
-    """Renders answers with a label: a sample has one of them, and whether it is desirable."""
-
-    def __init__(self, of_answers: Renderer) -> None:
-        """Take the renderer of a record with one answer."""
-        self._of_answers = of_answers
-        self.is_python_bound = of_answers.is_python_bound
-
-    @property
-    def template(self) -> ChatTemplate:
-        return self._of_answers.template
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._of_answers.stop_ids
-
-    def text(self, record: Record) -> str:
-        return self._of_answers.text(record)
-
-    def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
-        for record, rendering in zip(records, self._of_answers.render(records), strict=True):
-            if rendering.refused is None and len(rendering.samples) != 1:
-                yield Rendering(refused=ANSWERED_IN_PARTS)
-                continue
-            labelled = (one._replace(desirable=record["desirable"]) for one in rendering.samples)
-            yield rendering._replace(samples=tuple(labelled))
-
-    def example(self, record: Record) -> Example:
-        return self._of_answers.example(record)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ftkit.data.chat_rendering import ChatRenderer
+from ftkit.data.records.shape_rows import CONVERSATION, imported, shape_row
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result
@@ -279,9 +279,14 @@ def _style_of(template: ChatTemplate, result: Result, base: BaseModel) -> AnySty
 
 
 def _ends_of(template: ChatTemplate, base: BaseModel) -> frozenset[int]:
-    """End tokens that a model came with, and those that end turns in a template."""
-    renderer = ChatRenderer(base.tokenizer, template, train_on="assistant")
-    return _own_ends(base) | renderer.stop_ids
+    """End tokens that a model came with, and those that end turns in a template.
+
+    Raises:
+        UserError: the extension that reads conversations is missing.
+    """
+    row = shape_row(CONVERSATION, f"The chat template ({template.name})")
+    ends: frozenset[int] = imported(row.ends_place)(base.tokenizer, template)
+    return _own_ends(base) | ends
 
 
 def _own_ends(base: BaseModel) -> frozenset[int]:

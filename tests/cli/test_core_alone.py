@@ -104,6 +104,14 @@ def test_weights_in_8_bits_need_their_extension(core: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_conversations_need_their_extension(core: Path, tmp_path: Path) -> None:
+    line = command_line("plan", ROOT / "recipes/quickstart.yaml", "--data.path=embedded:chats")
+    ended = subprocess.run(line, capture_output=True, text=True, env=variables(core), cwd=tmp_path)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert "ftkit's extension chats, which is missing" in " ".join(ended.stderr.split())
+
+
+@pytest.mark.slow
 def test_the_quick_start_trains_saves_resumes_and_reports(core: Path, tmp_path: Path) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--out_dir=out", *words)

@@ -12,7 +12,7 @@ from ftkit.data.cache import cache_directory
 from ftkit.data.dataset import load_data
 from ftkit.data.prepare import NO_WEIGHT, fit, make_renderer
 from ftkit.data.records.record import Record
-from ftkit.data.records.shapes import RecordReader
+from ftkit.data.records.shapes import RecordReader, reader_of
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import JoinedSamples, Sample, SampleSet
@@ -240,7 +240,7 @@ def test_a_cache_of_records_without_weights_has_no_file_of_them(
     ],
 )
 def test_pairs_have_no_weights(pair: Record) -> None:
-    reader = RecordReader(preference="pairs")
+    reader = reader_of(preference="pairs")
     said_ = message_of(reader.records, [(1, pair)], "a.jsonl, line {}".format)
     assert says(said_, "line 1 has weights ... Remove the weights")
 
@@ -248,4 +248,4 @@ def test_pairs_have_no_weights(pair: Record) -> None:
 def test_untrained_turns_of_pairs_are_no_weights() -> None:
     answer = said("assistant", parts(("b", 0), ("c", None)))
     pair = {"prompt": [ASKED], "chosen": [answer], "rejected": [said("assistant", "b", weight=1)]}
-    assert len(RecordReader(preference="pairs").records([(1, pair)], str)) == 1
+    assert len(reader_of(preference="pairs").records([(1, pair)], str)) == 1

@@ -14,9 +14,9 @@ from tiny import WORDS, make_llama
 from transformers import AutoTokenizer
 
 from ftkit.cli.app import run
-from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import find_result
+from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.models.chat_templates.template import resolve_chat_template
 from ftkit.models.pretrained.base_model import open_base
 

@@ -1,7 +1,7 @@
 """Findings: properties of the data that harm a run, each with a recommended change."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ import numpy.typing as npt
 from ftkit.data.dataset import DataSets, LoadedPart
 from ftkit.data.inspection.inspection import Finding
 from ftkit.data.prepare import NO_LABELS, NO_REASONING, advice_for
-from ftkit.data.records.record import Record
+from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.samples.layout import IntArray
 from ftkit.data.samples.sample_set import Sample, SampleSet
+from ftkit.models.chat_templates import NO_TOOLS
 from ftkit.models.chat_templates.template import OF_TOKENIZER
-from ftkit.models.chat_templates.turns import NO_TOOLS
 from ftkit.utils.console.formatting import percent_text, shortened
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
         if len(sample.ids) < evidence.max_seq_length
     ]
     # Documents have no answers. One trained end is enough: some records may lack theirs.
-    is_free = part.part.shape in ("text", "tokens")
+    is_free = bool(shape_row(part.part.shape).learned)
     if is_free or not whole or any(ends & _trained(sample) for sample in whole):
         return None
     end = " or ".join(evidence.tokenizer.token_text(i) for i in sorted(ends))
@@ -297,7 +297,9 @@ def system_message_dropped(evidence: Evidence, part: LoadedPart) -> Finding | No
     # Training records are not kept in the cache; those of validation are, for questions.
     records = part.splits["val"].records or part.splits["train"].records
     with_system = [
-        (record, text) for record in records[:_MOST_EXAMINED] if (text := _system(record))
+        (record, text)
+        for record in records[:_MOST_EXAMINED]
+        if (text := part.renderer.system(record))
     ]
     dropped = 0
     for record, system in with_system:
@@ -424,7 +426,7 @@ def one_label(evidence: Evidence) -> Finding | None:
 def template_not_used(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """The base model has its own chat template, but is trained with another one."""
     own = evidence.tokenizer.chat_template
-    if own is None or part.part.shape not in ("instruction", "messages"):
+    if own is None or not shape_row(part.part.shape).has_template:
         return None
     used = part.renderer.template
     # Compared by their text too: a named template may be the model's own.
@@ -478,15 +480,6 @@ def _advice(evidence: Evidence, part: LoadedPart, reason: str) -> str:
 def _trained(sample: Sample) -> set[int]:
     """The tokens that carry loss."""
     return {token for first, end in sample.trained for token in sample.ids[first:end].tolist()}
-
-
-def _system(record: Record) -> str:
-    """System message of a record, or an empty text."""
-    record = record.get("chosen", record)  # both answers of a pair have the same prompt
-    messages: Iterator[str] = (
-        message["content"] for message in record.get("messages", ()) if message["role"] == "system"
-    )
-    return str(record.get("sys_prompt") or next(messages, ""))
 
 
 def _squeezed(text: str) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ftkit.data.records.conversations import CONVERSATION_KEYS
+from ftkit.data.records.keys import CONVERSATION_KEYS
 from ftkit.data.records.record import Misfit, keys_of, kind_of
-from ftkit.data.records.shapes import KNOWN
+from ftkit.data.records.shape_rows import known_shapes
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.texts import explain_not_utf8
@@ -259,7 +259,7 @@ def list_rows(file: Path) -> Iterator[tuple[int, Any]]:
     del text
     values = value if isinstance(value, list) else _list_in(value, file)
     if not values:
-        raise UserError(f"{file} holds an empty list. {KNOWN}\nAdd records.")
+        raise UserError(f"{file} holds an empty list. {known_shapes()}\nAdd records.")
     for i in range(len(values)):
         # Records are built from rows: each row is freed when its record is there.
         row, values[i] = values[i], None
@@ -297,7 +297,7 @@ def line_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 def explain_empty(file: Path) -> str:
     """Message for an empty file."""
-    return f"{file} is empty. {KNOWN}\nSet data.path to a file with records."
+    return f"{file} is empty. {known_shapes()}\nSet data.path to a file with records."
 
 
 def _list_in(value: Any, file: Path) -> list[Any]:
@@ -319,7 +319,9 @@ def _list_in(value: Any, file: Path) -> list[Any]:
         works = "Save each list as a file of its own, such as " + " and ".join(
             str(file.with_name(f"{key}.json")) for key in list(lists)[:2]
         )
-    raise UserError(f"{file} holds {what}, but has to hold a list of records. {KNOWN}\n{works}")
+    raise UserError(
+        f"{file} holds {what}, but has to hold a list of records. {known_shapes()}\n{works}"
+    )
 
 
 def _parse(text: str, *, is_line: bool) -> Any:

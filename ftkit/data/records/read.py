@@ -8,11 +8,12 @@ from typing import Any
 
 from ftkit.data.records.bad import BadRecords
 from ftkit.data.records.formats import format_of
+from ftkit.data.records.forms import Form
 from ftkit.data.records.hub import HubData, HubName
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.paths import DataFiles
 from ftkit.data.records.record import Record
-from ftkit.data.records.shapes import Form, RecordReader
+from ftkit.data.records.shapes import RecordReader, reader_of
 from ftkit.recipe.objectives import Preference
 
 Rows = tuple[Iterable[tuple[Any, Any]], Callable[[Any], str]]
@@ -73,7 +74,7 @@ def read_files(
     Raises:
         UserError: with file, place and reason.
     """
-    reader = RecordReader(columns, preference=preference, keeps_bad=True)
+    reader = reader_of(columns, preference=preference, keeps_bad=True)
     splits: dict[str, Rows] = {"train": (_rows(files.train, reader), _place)}
     if files.val:
         splits["val"] = (_rows(files.val, reader), _place)
@@ -100,7 +101,7 @@ def read_hub(
     Raises:
         UserError: the data set cannot be read, or a record does not fit.
     """
-    data, reader = HubData(name), RecordReader(columns, preference=preference, keeps_bad=True)
+    data, reader = HubData(name), reader_of(columns, preference=preference, keeps_bad=True)
     val_split = None if whole else data.val_split
     splits: dict[str, Rows] = {
         part: (data.rows(split), partial(data.place, split))

@@ -2,16 +2,17 @@
 
 import json
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 Record = dict[str, Any]
 """One example in canonical form: JSON values, made when data is read and never changed."""
 
-Shape = Literal["instruction", "completion", "messages", "text", "tokens"]
-"""Kind of a record. instruction: instruction, output and, if needed, input and sys_prompt.
-completion: prompt and completion, taken as they are. messages: a conversation and, if needed, its
-tools. text: a document, every token of which is learned. tokens: token ids and, if needed, the
-weight of the loss of each; only a plugin gives these."""
+Shape = str
+"""Kind of a record, a name in `ftkit.data.records.shape_rows.RECORD_SHAPES`. Of ours, instruction
+has instruction, output and, if needed, input and sys_prompt. completion: prompt and completion,
+taken as they are. messages: a conversation and, if needed, its tools. text: a document, every token
+of which is learned. tokens: token ids and, if needed, the weight of the loss of each; only a plugin
+gives these."""
 
 _MOST_KEYS = 20
 """Most keys in a message."""

@@ -4,8 +4,13 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
 
-from ftkit.data.records.conversations import CONVERSATION_KEYS
-from ftkit.data.records.keys import LABEL_KEYS, MEDIA, RECORD_WEIGHTS
+from ftkit.data.records.keys import (
+    ANSWER_KEYS,
+    CONVERSATION_KEYS,
+    LABEL_KEYS,
+    MEDIA,
+    RECORD_WEIGHTS,
+)
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 
 _VALUES = frozenset(
@@ -15,14 +20,8 @@ _VALUES = frozenset(
     )
 )
 """Keys whose value is not a text, or not always."""
-_TEXTS_OR_TURNS = frozenset(
-    (
-        *("prompt", "completion", "chosen", "rejected", "rejected_response", "rejected_messages"),
-        *("preferred_output", "non_preferred_output"),
-        *("chosen_conversations", "rejected_conversations"),
-        "input",  # OpenAI's pairs have their messages below it
-    )
-)
+# OpenAI's pairs have their messages below input.
+_TEXTS_OR_TURNS = ANSWER_KEYS | {"prompt", "completion", "input"}
 """Keys whose value is a text, or messages."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 from ftkit.data.own_data import OPTIONS_WITHOUT_FILES, OwnData
 from ftkit.data.records.paths import DataFiles
 from ftkit.data.records.read import RecordSet, Rows, record_set
-from ftkit.data.records.shapes import RecordReader
+from ftkit.data.records.shapes import reader_of
 from ftkit.data.spec import PartSource
 from ftkit.errors import UserError
 from ftkit.extensions.plugin.definitions import Defined, definitions_of, make
@@ -55,7 +55,7 @@ class PluginData(OwnData):
 
     def _read(self, source: Any) -> RecordSet:
         where = f"{self._plugin.option}: {self._defined.name}"
-        reader = RecordReader(
+        reader = reader_of(
             source.columns, preference=self._preference, takes_tokens=True, keeps_bad=True
         )
 

@@ -3,4 +3,4 @@
 MOVED = {
     f"ftkit.objectives.{module}": module  # where plugins have found them
     for module in ("preference", "kto", "reward")
-}
+} | {"ftkit.data.records.pairs": "pairs"}

@@ -7,3 +7,6 @@ TrainOn = Literal["assistant", "last", "all"]
 
 Reasoning = Literal["split", "refuse"]
 """Handling of conversations whose later turns change how earlier ones are rendered."""
+
+NO_TOOLS = "the template leaves out tools or tool calls"
+"""Reason to skip one with tools: its answers would come from nowhere."""

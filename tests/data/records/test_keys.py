@@ -8,7 +8,7 @@ from messages import message_of, says
 
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.record import Record
-from ftkit.data.records.shapes import RecordReader
+from ftkit.data.records.shapes import RecordReader, reader_of
 
 ASKED: Record = {"role": "user", "content": "?"}
 SAID: Record = {"role": "assistant", "content": "!"}
@@ -469,7 +469,7 @@ def test_a_text_called_thinking_is_no_argument() -> None:
 
 
 def test_both_answers_of_a_pair_have_its_arguments() -> None:
-    reader = RecordReader(None, preference="pairs")
+    reader = reader_of(None, preference="pairs")
     row = {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID], "enable_thinking": False}
     (found,) = reader.records([(1, row)], "a.jsonl, line {}".format)
     for half in found.values():

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from messages import message_of, says
 
+from ftkit.data.records.forms import Form
 from ftkit.data.records.record import Record
-from ftkit.data.records.shapes import Form, RecordReader
+from ftkit.data.records.shapes import RecordReader, reader_of
 
 DATE = datetime.date(2026, 1, 1)
 """As tables have them."""
@@ -82,7 +83,7 @@ def test_keys_and_roles_of_messages_may_have_other_names(
 
 
 def test_answers_of_pairs_may_have_other_names_of_keys() -> None:
-    reader = RecordReader({"role": "who", "assistant_role": "Bot"}, preference="pairs")
+    reader = reader_of({"role": "who", "assistant_role": "Bot"}, preference="pairs")
     halves = [[{"who": "Bot", "content": text}] for text in "!."]
     row = {"prompt": [{"who": "user", "content": "?"}], "chosen": halves[0], "rejected": halves[1]}
     (found,) = reader.records([(1, row)], "a.jsonl, line {}".format)
@@ -583,7 +584,7 @@ def test_nothing_in_a_record_is_executed(tmp_path: Path) -> None:
 def test_records_are_counted_in_words(
     row: dict[str, Any], pairs: bool, one: str, several: str
 ) -> None:
-    reader = RecordReader(preference="pairs" if pairs else None)
+    reader = reader_of(preference="pairs" if pairs else None)
     reader.records([(1, row)], str)
     form = reader.finish("data")
     assert (form.counted(1), form.counted(2)) == (one, several)

@@ -8,8 +8,8 @@ from messages import message_of, says
 from thinking_templates import THINKERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.evaluation.prompting import prompt_text, question_of
+from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.models.chat_templates.template import ChatTemplate
 from ftkit.models.pretrained.tokenizer import Tokenizer
 

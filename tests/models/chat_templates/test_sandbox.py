@@ -10,11 +10,11 @@ import psutil
 import pytest
 
 from ftkit.errors import UserError
+from ftkit.extensions.chats.turns import TurnFinder
 from ftkit.models.chat_templates import confined
 from ftkit.models.chat_templates.confined import run_each_confined
 from ftkit.models.chat_templates.sandbox import check_source
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
-from ftkit.models.chat_templates.turns import TurnFinder
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -10,21 +10,21 @@ import pytest
 from chats import THINKING, TOOLS, TURNS, said, write_chat_tokenizer
 from messages import key_words, message_of, says
 
-from ftkit.data.chat_rendering import LOST, OTHERS_SAID
 from ftkit.data.dataset import load_data
 from ftkit.data.prepare import NO_REASONING, advice_for, make_renderer
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import NO_OUTPUT, NO_TEXT, Rendering
 from ftkit.data.spec import Part, Rules
 from ftkit.errors import UserError
-from ftkit.models.chat_templates.turns import (
+from ftkit.extensions.chats.rendering import LOST, OTHERS_SAID
+from ftkit.extensions.chats.turns import (
     CHANGED,
-    NO_TOOLS,
     NO_TURN,
     NOT_MARKED,
     OTHER_PROMPT,
     REFUSED,
 )
+from ftkit.models.chat_templates import NO_TOOLS
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component
 

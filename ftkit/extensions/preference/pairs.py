@@ -1,27 +1,29 @@
 """Preference pairs: rows of many programs as two rows with one answer each."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftkit.data.records.conversations import CONVERSATION_KEYS, role_of, text_of
-from ftkit.data.records.keys import LABEL_KEYS, Refusal, is_empty
-from ftkit.data.records.record import Misfit, keys_of, kind_of
+from ftkit.data.records.keys import (
+    ANSWER_KEYS,
+    ANSWER_NAMES,
+    CONVERSATION_KEYS,
+    LABEL_KEYS,
+    REJECTED,
+    Refusal,
+    check_record_keys,
+    is_empty,
+)
+from ftkit.data.records.record import Misfit, Record, keys_of, kind_of
+from ftkit.data.records.shape_rows import shape_row
+from ftkit.data.records.shapes import RecordReader, check_unweighted, recognise
+from ftkit.extensions.chats.conversations import role_of, text_of
 
 Row = dict[str, Any]
 Turns = list[Any]
 
-_NAMES = (
-    ("chosen", "rejected"),
-    ("preferred_output", "non_preferred_output"),  # OpenAI
-    ("chosen_conversations", "rejected_conversations"),  # torchtune
-)
-"""Keys of the two answers."""
-_REJECTED = ("rejected_response", "rejected_messages")
-"""Keys of a rejected answer beside a whole conversation."""
 _INSTRUCTIONS = ("instruction", "question", "query")
 """Keys of a prompt that is rendered by a style or template, beside prompt, which is not."""
-ANSWER_KEYS = frozenset((*(key for names in _NAMES for key in names), *_REJECTED))
-"""Keys of the answers of a pair."""
 PAIR_KEYS = frozenset(
     (
         *(*ANSWER_KEYS, *_INSTRUCTIONS, *CONVERSATION_KEYS),
@@ -30,6 +32,34 @@ PAIR_KEYS = frozenset(
 )
 """Keys of a pair that are read."""
 _RULE = "A preference pair has a prompt, chosen and rejected, or whole conversations under both."
+
+
+class PairReader(RecordReader):
+    """Reads preference pairs: both answers to a prompt, each as a record of any shape."""
+
+    _is_one_answer = False
+
+    def _record(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
+        # First, because programs name the keys of pairs differently. A half is an ordinary record.
+        halves = pair_rows(row)
+        if self._form is None:
+            form = recognise(pair_rows(self._decisive(row))[0], {}, answered=True)
+            keys = ", ".join(key for key in self._decisive(row) if key in PAIR_KEYS)
+            self._form = dataclasses.replace(form, keys=keys, group="preference pair")
+        for half in halves:
+            # `named`: there is no doubt which of two answers is meant.
+            uses = shape_row(self._form.shape).uses
+            check_record_keys(half, uses, answered=True, named=True)
+        chosen, rejected = map(self._form.convert, halves)
+        # What is left beside the answers and the prompt that a half was made of.
+        for key, item in halves[0].items():
+            is_used = key in self._form.used or self._form.keeps(key, item, chosen)
+            if not (is_used or is_empty(item)):
+                self._unused.add(key)
+        check_unweighted(
+            row, (chosen, rejected), "the answers of a preference pair are compared as wholes"
+        )
+        return {"chosen": chosen, "rejected": rejected}
 
 
 def pair_rows(row: Mapping[str, Any]) -> tuple[Row, Row]:
@@ -50,21 +80,21 @@ def pair_rows(row: Mapping[str, Any]) -> tuple[Row, Row]:
     if isinstance(row.get("input"), Mapping) and "messages" in row["input"]:  # OpenAI
         row = {**row, "prompt": row["input"]["messages"]}
         del row["input"]
-    for names in _NAMES:
+    for names in ANSWER_NAMES:
         chosen, rejected = (row.get(name) for name in names)
         # An empty text is an answer, which is left out and counted like any empty answer.
         are_texts = isinstance(chosen, str) and isinstance(rejected, str) and (chosen or rejected)
         if are_texts or not (is_empty(chosen) or is_empty(rejected)):
             rest = {key: value for key, value in row.items() if key not in names}
             return _with_answers(rest, chosen, rejected)
-    for key in _REJECTED:
+    for key in REJECTED:
         if not is_empty(row.get(key)):
             return _beside_conversation(row, key)
     raise _no_pair(row)
 
 
 def _no_pair(row: Mapping[str, Any]) -> Misfit:
-    names = next((names for names in _NAMES if any(name in row for name in names)), ())
+    names = next((names for names in ANSWER_NAMES if any(name in row for name in names)), ())
     lacking = next((name for name in names if is_empty(row.get(name))), None)
     why, advice = "", "Add chosen and rejected"
     if lacking is not None:

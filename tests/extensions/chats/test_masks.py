@@ -10,12 +10,12 @@ import pytest
 from chats import marked, said, write_chat_tokenizer
 from drawn_templates import DrawnTemplate, Piece, drawn_conversation
 
-from ftkit.data.chat_rendering import LOST, OTHERS_SAID, ChatRenderer
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Rendered, Rendering
+from ftkit.extensions.chats.rendering import LOST, OTHERS_SAID, ChatRenderer
+from ftkit.extensions.chats.turns import TurnFinder, Written
 from ftkit.models.chat_templates import TrainOn
 from ftkit.models.chat_templates.template import ChatTemplate, Span
-from ftkit.models.chat_templates.turns import TurnFinder, Written
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ Parts are located by rendering the conversation once more with brackets around t
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from ftkit.extensions.chats.turns import NO_TURN, WeightedSpan, Written, plain_messages
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
-from ftkit.models.chat_templates.turns import NO_TURN, WeightedSpan, Written, plain_messages
 
 PARTS_CHANGED = "the template changes a text of which a part is not to be learned"
 """Reason to skip a conversation: these characters cannot be located."""

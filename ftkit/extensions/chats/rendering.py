@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +19,25 @@ from ftkit.data.rendering import (
     up_to_end,
     without_end,
 )
-from ftkit.models.chat_templates import Reasoning, TrainOn
-from ftkit.models.chat_templates.arguments import ARGUMENTS
-from ftkit.models.chat_templates.span_weights import with_span_weights
-from ftkit.models.chat_templates.stops import TYPICAL
-from ftkit.models.chat_templates.template import ChatTemplate, Span, TemplateRefusal
-from ftkit.models.chat_templates.turns import (
+from ftkit.data.spec import Rules
+from ftkit.extensions.chats.span_weights import with_span_weights
+from ftkit.extensions.chats.stops import TYPICAL
+from ftkit.extensions.chats.turns import (
     TurnFinder,
     WeightedSpan,
     Written,
     plain_messages,
+)
+from ftkit.models.chat_templates import Reasoning, TrainOn
+from ftkit.models.chat_templates.arguments import ARGUMENTS
+from ftkit.models.chat_templates.prompt_styles import template_of_style
+from ftkit.models.chat_templates.template import (
+    OF_TOKENIZER,
+    ChatTemplate,
+    Span,
+    TemplateRefusal,
+    resolve_chat_template,
+    text_template,
 )
 
 LOST = "no token lies in a turn of the assistant"
@@ -116,6 +125,16 @@ class ChatRenderer(Renderer):
         # For the expected answers of `example`: the last turn, whatever is trained.
         self._answers = self._turns("last", "split")
 
+    @classmethod
+    def of(cls, rules: Rules, tokenizer: Any) -> Self:
+        """The renderer of conversations by these rules.
+
+        Raises:
+            UserError: there is no such chat template.
+        """
+        template = _template(rules, tokenizer)
+        return cls(tokenizer, template, train_on=rules.train_on, reasoning=rules.reasoning)
+
     @property
     def template(self) -> ChatTemplate:
         return self._template
@@ -160,6 +179,10 @@ class ChatRenderer(Renderer):
         tokenizer = self._tokenizer
         added, stops = (tokenizer.added_tokens, tokenizer.stops) if tokenizer else ((), ())
         return TurnFinder(self._template, added, stops, train_on=train_on, reasoning=reasoning)
+
+    def system(self, record: Record) -> str:
+        said = (one["content"] for one in record["messages"] if one["role"] == "system")
+        return str(next(said, ""))
 
     def text(self, record: Record) -> str:
         try:
@@ -329,6 +352,33 @@ class ChatRenderer(Renderer):
         assert self._tokenizer is not None
         (encoded,) = self._tokenizer.encode_all_rendered([text])
         return _Tokens(encoded.ids, encoded.offsets)
+
+
+def ends_of_turns(tokenizer: _ChatTokenizer, template: ChatTemplate) -> frozenset[int]:
+    """Return the tokens that end an answer in a template: EOS, and those that end its turns."""
+    return ChatRenderer(tokenizer, template, train_on="assistant").stop_ids
+
+
+def _template(rules: Rules, tokenizer: Any) -> ChatTemplate:
+    if rules.prompt_style is not None:
+        return template_of_style(rules.prompt_style, tokenizer or _NoTokenizer())
+    assert rules.chat_template is not None
+    if tokenizer is not None:
+        template = resolve_chat_template(rules.chat_template, tokenizer)
+    elif rules.chat_template == OF_TOKENIZER:
+        # Texts alone are shown, without the model: any template stands in for its own.
+        return text_template("chatml", {})
+    else:
+        template = text_template(rules.chat_template, {})
+    return template.with_defaults(rules.chat_template_kwargs)
+
+
+class _NoTokenizer:
+    """Stand-in for a tokenizer where a prompt style only renders text."""
+
+    use_bos = False
+    bos_gap = ""
+    special_tokens: Mapping[str, str] = {"bos_token": "", "eos_token": ""}
 
 
 def _moved(offsets: Sequence[Span], by: int) -> list[Span]:

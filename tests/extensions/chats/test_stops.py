@@ -9,10 +9,10 @@ from chats import TOOLS, TURNS, marked, said, write_chat_tokenizer
 from thinking_templates import THINKERS
 
 from ftkit.data.cache import rendering_of
-from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Rendering
 from ftkit.data.spec import Part, Rules
+from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.models.chat_templates.template import ChatTemplate
 from ftkit.models.pretrained.tokenizer import Tokenizer
 

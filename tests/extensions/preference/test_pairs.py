@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from messages import message_of, says
 
-from ftkit.data.records.pairs import pair_rows
 from ftkit.data.records.record import Misfit
-from ftkit.data.records.shapes import RecordReader
+from ftkit.data.records.shapes import reader_of
+from ftkit.extensions.preference.pairs import pair_rows
 
 USER = {"role": "user", "content": "2 + 2?"}
 RIGHT = {"role": "assistant", "content": "4"}
@@ -143,7 +143,7 @@ def test_empty_columns_of_other_shapes_change_no_pair(form: str, empty: Any) -> 
     keys = ("prompt", "completion", "instruction", "output", "messages", "conversations", "text")
     made = []
     for one in (row, dict.fromkeys(keys, empty) | row):
-        reader = RecordReader(preference="pairs")
+        reader = reader_of(preference="pairs")
         made.append((reader.records([(1, one)], str), reader.finish("data").shape, reader.unused))
     assert made[0] == made[1]
 
@@ -171,7 +171,7 @@ def test_a_pair_becomes_a_row_for_each_answer(form: str) -> None:
 def test_keys_of_other_shapes_are_named_as_not_used(
     row: dict[str, Any], unused: tuple[str, ...]
 ) -> None:
-    reader = RecordReader(preference="pairs")
+    reader = reader_of(preference="pairs")
     reader.records([(1, row)], str)
     assert reader.unused.names == unused
 
@@ -224,7 +224,7 @@ def test_a_row_that_is_no_pair_is_refused(row: dict[str, Any], words: tuple[str,
 def test_records_of_another_kind_among_pairs_are_refused_as_what_they_are(place: int) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}]
     rows.insert(place, {"instruction": "2 + 2?", "output": "4"})
-    reader = RecordReader(preference="pairs")
+    reader = reader_of(preference="pairs")
     message = message_of(reader.records, enumerate(rows), str)
     assert message.startswith(f"{place} is no preference pair")
     assert says(message, "instruction, output", "Add chosen and rejected")

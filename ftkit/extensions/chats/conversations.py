@@ -1,24 +1,24 @@
 """Conversations: messages and ShareGPT turns, with tools and tool calls, in one canonical form."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ftkit.data.records.keys import (
+from ftkit.data.records.forms import Form
+from ftkit.data.records.keys import CONVERSATION_KEYS, Refusal, is_empty
+from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
+from ftkit.data.records.shape_rows import CONVERSATION
+from ftkit.extensions.chats.marks import (
     TRAIN_MARKS,
-    Refusal,
     arguments_of,
+    check_beside_messages,
     check_message_keys,
-    is_empty,
     mark_of,
     unused_of,
 )
-from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.utils.names import nearest
-
-CONVERSATION_KEYS = ("messages", "conversations", "conversation")
-"""Keys of a record that may hold its messages."""
 
 _RULE = "A message is an object with role (system, user, assistant or tool) and content."
 _ROLES = {
@@ -50,6 +50,53 @@ _WeightedSpan = list[Any]
 _OF_PARTS = frozenset(("type", *_PART_TEXTS, *TRAIN_MARKS))
 
 
+def conversation_form(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool) -> Form:
+    """The form of conversations like a row: messages of OpenAI's kind, or ShareGPT."""
+    key = next((key for key in CONVERSATION_KEYS if key in row), CONVERSATION_KEYS[0])
+    turns = row.get(key)
+    first = turns[0] if isinstance(turns, list) and turns else None
+    # By the turns, not by the key: either form stands under either name.
+    is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
+    return _form(
+        "ShareGPT" if is_sharegpt else columns.get(key, key),
+        (key,),
+        partial(conversation_record, key=key),
+    )
+
+
+def prompted_form(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool) -> Form:
+    """The form of conversations like a row: a prompt and a completion that are lists."""
+    keys = ("prompt", "completion")
+    return _form(
+        ", ".join(columns.get(key, key) for key in keys),
+        keys,
+        partial(prompted_conversation, answered=answered),
+    )
+
+
+def _form(said: str, keys: tuple[str, ...], convert: Callable[[dict[str, Any]], Record]) -> Form:
+    """The form of rows with messages under some keys."""
+    return Form(
+        shape=CONVERSATION,
+        keys=said,
+        convert=convert,
+        used=frozenset((*keys, "tools", "functions", "system", ARGUMENTS)),
+        keeps=_keeps_argument,
+        unused_inside=partial(_unused_inside, keys),
+    )
+
+
+def _keeps_argument(key: str, item: Any, record: Record) -> bool:
+    return key in record.get(ARGUMENTS, {})
+
+
+def _unused_inside(
+    keys: Sequence[str], row: Mapping[str, Any], columns: Mapping[str, str]
+) -> Iterator[str]:
+    for key in keys:
+        yield from unused_in(row.get(key), columns.get(key, key))
+
+
 def conversation_record(row: dict[str, Any], key: str) -> Record:
     """Convert a row with messages to a conversation with tools.
 
@@ -60,6 +107,7 @@ def conversation_record(row: dict[str, Any], key: str) -> Record:
     Raises:
         Misfit: it is not a list of turns.
     """
+    check_beside_messages(row)
     return _conversation(_messages(row, key), row)
 
 
@@ -75,6 +123,7 @@ def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
     Raises:
         Misfit: it is not a list of turns.
     """
+    check_beside_messages(row)
     messages = _messages(row, "prompt")
     for message in messages:
         if message["role"] == "assistant":
@@ -109,6 +158,21 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
         messages.append({"role": "assistant", "content": record["output"]})
     kept = {key: record[key] for key in ("weight", "desirable") if key in record}
     return {"messages": messages} | kept
+
+
+def as_rendered(record: Record, *, keeps_input: bool, drop_system: bool) -> Record:
+    """Return a conversation, or an instruction record as one, as it is rendered.
+
+    Args:
+        record: in canonical form.
+        keeps_input: as `conversation_of`.
+        drop_system: whether a system message at its beginning is left out.
+    """
+    made = record if "messages" in record else conversation_of(record, keeps_input=keeps_input)
+    messages = made["messages"]
+    if drop_system and len(messages) > 1 and messages[0]["role"] == "system":
+        return made | {"messages": messages[1:]}
+    return made
 
 
 def role_of(turn: Any) -> str | None:

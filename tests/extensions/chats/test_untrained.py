@@ -11,7 +11,7 @@ from ftkit.data.prepare import make_renderer
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import RecordReader
 from ftkit.data.spec import Part, Rules
-from ftkit.models.chat_templates.span_weights import PARTS_CHANGED
+from ftkit.extensions.chats.span_weights import PARTS_CHANGED
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 TRIMMED = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}"

@@ -4,7 +4,7 @@ A prompt is the rendering of all messages before a turn; the text that is added 
 assistant's, its end included. Both are rendered for each turn that is trained on, and the whole
 conversation has to begin with both: so a turn is learned after exactly the prompt that the model
 gets when it answers. If the turn does not begin with the prompt, because that opens or closes a
-thought, the answer is put behind it (`ftkit.models.chat_templates.continuation`). Spans that a
+thought, the answer is put behind it (`ftkit.extensions.chats.continuation`). Spans that a
 template marks as generated are cut to their turn.
 
 Each text is rendered once more, with brackets around every other message: so the code that makes
@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from ftkit.models.chat_templates import Reasoning, TrainOn
+from ftkit.extensions.chats.continuation import Brackets, Continuer, unused_brackets
+from ftkit.extensions.chats.stops import Stops
+from ftkit.models.chat_templates import NO_TOOLS, Reasoning, TrainOn
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.models.chat_templates.confined import Exceeded, run_each_confined
-from ftkit.models.chat_templates.continuation import Brackets, Continuer, unused_brackets
 from ftkit.models.chat_templates.sandbox import NotRendered
-from ftkit.models.chat_templates.stops import Stops
 from ftkit.models.chat_templates.template import ChatTemplate, MarksNotFound, Span, TemplateRefusal
 
 NO_TURN = "no turn to train on"
@@ -31,8 +31,6 @@ CHANGED = "the template changes earlier turns"
 """Reason to skip one if data.reasoning is refuse."""
 OTHER_PROMPT = "the template's prompt is not what it writes before an answer"
 """Reason to skip one: the model would never get the prompt that it is trained to answer."""
-NO_TOOLS = "the template leaves out tools or tool calls"
-"""Reason to skip one with tools: its answers would come from nowhere."""
 NOT_MARKED = "the template marks no generation in it"
 """Reason to skip one if the template marks generated text in others."""
 REFUSED = "the template refuses it: "

@@ -10,18 +10,18 @@ import pytest
 from chats import CONVERSATIONS, random_conversation, said, write_chat_tokenizer
 from families import FAMILIES
 
-from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Rendered
-from ftkit.models.chat_templates.template import NAMED, ChatTemplate, resolve_chat_template
-from ftkit.models.chat_templates.turns import (
+from ftkit.extensions.chats.rendering import ChatRenderer
+from ftkit.extensions.chats.turns import (
     CHANGED,
-    NO_TOOLS,
     NO_TURN,
     NOT_MARKED,
     OTHER_PROMPT,
     REFUSED,
 )
+from ftkit.models.chat_templates import NO_TOOLS
+from ftkit.models.chat_templates.template import NAMED, ChatTemplate, resolve_chat_template
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 ALL = [*NAMED, *FAMILIES]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from messages import message_of, says
 
-from ftkit.data.records.shapes import RecordReader
+from ftkit.data.records.shapes import RecordReader, reader_of
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 COMPLETION = {"prompt": "2 + 2?", "completion": "4"}
@@ -28,7 +28,7 @@ def test_labels_of_other_programs_are_read(name: str, desirable: bool) -> None:
     row, shape = FORMATS[name]
     key = "kto_tag" if "kto_tag" in row else "label"
     row = row | {key: type(row[key])(desirable)}
-    reader = RecordReader(preference="labels")
+    reader = reader_of(preference="labels")
     (record,) = reader.records([(1, row)], str)
     form = reader.finish("data")
     assert record["desirable"] is desirable
@@ -65,7 +65,7 @@ def test_labels_of_other_programs_are_read(name: str, desirable: bool) -> None:
     ],
 )
 def test_records_without_a_sound_label_are_refused(row: dict[str, Any], words: list[str]) -> None:
-    reader = RecordReader(preference="labels")
+    reader = reader_of(preference="labels")
     assert says(message_of(reader.records, [(1, row)], str), *words)
 
 

@@ -9,12 +9,12 @@ from chats import TOOLS, random_conversation, said, write_chat_tokenizer
 from thinking_templates import THINKERS
 from tokenizers import Tokenizer as Processor
 
-from ftkit.data.chat_rendering import ChatRenderer
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Rendering
 from ftkit.evaluation.prompting import prompt_text, question_of
+from ftkit.extensions.chats.rendering import ChatRenderer
+from ftkit.extensions.chats.turns import CHANGED, OTHER_PROMPT
 from ftkit.models.chat_templates.template import ChatTemplate
-from ftkit.models.chat_templates.turns import CHANGED, OTHER_PROMPT
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 QUESTION, ANSWER = said("user", "1+1?"), said("assistant", "2")
