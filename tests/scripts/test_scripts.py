@@ -75,6 +75,7 @@ NOT_LIGHT = [
     "runs.system_metrics",
     "utils.accelerators.use",
     "utils.confined_child",
+    "utils.output_files",
     "utils.safetensors_files",
 ]
 """In light packages: a program of its own, and what processes use that have torch anyway."""
