@@ -22,10 +22,9 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import open_result
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result, require_answers
-from ftkit.evaluation.scorer import Scorer
 from ftkit.evaluation.scoring import DEFAULT_RECORDS, EXACT_MATCH, Score, Scoring
 from ftkit.evaluation.session import Session, plan_session, start_session
-from ftkit.evaluation.task_programs import FoundTasks, TaskOptions
+from ftkit.evaluation.task_programs import FoundTasks, TaskOptions, make_scorer
 from ftkit.evaluation.validation import Validated, Wanted, answer_scores, validation_loss
 from ftkit.models.bodies.attention import attention_kernel, common_path, planned_path
 from ftkit.models.flops import attention_cost
@@ -431,7 +430,7 @@ def _evaluate_tasks(result: Result, options: EvaluateOptions) -> int:
     with Display(None, stream=sys.stderr) as display:
         with display.phase("loading tasks", brief=True):
             tasks = wanted.load(how, loaded.base.architecture.context_length)
-        scorer = Scorer(
+        scorer = make_scorer(
             loaded.model,
             loaded.base.tokenizer,
             stop_ids=loaded.prompting.stop_ids(loaded.base.tokenizer),

@@ -1,17 +1,20 @@
 """Tasks on which a model is evaluated: found before a run starts, and run by their program."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ftkit.errors import UserError
+from ftkit.utils.progress import OnProgress
 from ftkit.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from ftkit.evaluation.scorer import Scorer
     from ftkit.models.chat_templates.template import ChatTemplate
+    from ftkit.models.generation import Context
+    from ftkit.models.language_model import LanguageModel
+    from ftkit.models.pretrained.tokenizer import Tokenizer
     from ftkit.runs.report.answers import TaskResult
 
 
@@ -27,6 +30,27 @@ class TaskOptions:
     """Template for prompts; None: they are plain text."""
 
 
+class EvaluationAborted(Exception):
+    """The evaluation is to end early, on all ranks at once."""
+
+
+class Scorer(Protocol):
+    """What tasks ask of a model, seen from one of its ranks."""
+
+    progress: OnProgress
+    """Called with (batches done, batches in all) of the current request."""
+
+    def serve(self) -> None:
+        """Compute along with rank 0 until that releases this rank.
+
+        Raises:
+            EvaluationAborted: the evaluation ends early.
+        """
+
+    def restore(self) -> None:
+        """Leave the model as it was before."""
+
+
 class LoadedTasks(Protocol):
     """Tasks with their data, ready to be evaluated."""
 
@@ -34,11 +58,11 @@ class LoadedTasks(Protocol):
     def names(self) -> list[str]:
         """Names of the tasks and groups."""
 
-    def evaluate(self, scorer: "Scorer") -> "list[TaskResult]":
+    def evaluate(self, scorer: Scorer) -> "list[TaskResult]":
         """Evaluate a model on them.
 
         Args:
-            scorer: computes what they request of the model.
+            scorer: of `make_scorer`.
         """
 
 
@@ -51,6 +75,8 @@ class TaskProgram:
     """MODULE:FUNCTION as `FoundTasks.find`, without the libraries that tasks need to run."""
     load: str
     """MODULE:CLASS as `FoundTasks.load`, of what was found, imported when tasks run."""
+    scorer: str
+    """MODULE:CLASS as `make_scorer`."""
 
 
 TASK_PROGRAMS: Registry[TaskProgram] = Registry("task_programs", (TaskProgram,), core=())
@@ -95,6 +121,40 @@ class FoundTasks:
         """
         loaded: LoadedTasks = _named(self.program.load)(self.found, options, context_length)
         return loaded
+
+
+def make_scorer(
+    model: "LanguageModel",
+    tokenizer: "Tokenizer",
+    *,
+    stop_ids: frozenset[int],
+    world_size: int,
+    rows_of: Callable[[int], int],
+    context: "Context",
+    stopped: Callable[[], object] = lambda: False,
+) -> Scorer:
+    """Wrap a model for the tasks that were found.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of its base model.
+        stop_ids: tokens that end an answer.
+        world_size: number of ranks with a part or a copy of the model.
+        rows_of: sequences per forward pass, by their length in tokens.
+        context: context manager for every forward pass.
+        stopped: whether to end early; a collective with one answer for all ranks.
+    """
+    program = next(iter(TASK_PROGRAMS))
+    made: Scorer = _named(program.scorer)(
+        model,
+        tokenizer,
+        stop_ids=stop_ids,
+        world_size=world_size,
+        rows_of=rows_of,
+        context=context,
+        stopped=stopped,
+    )
+    return made
 
 
 def _named(place: str) -> Any:

@@ -10,9 +10,14 @@ from typing import TypeVar
 
 from ftkit.data.samples.loader import validation_loader
 from ftkit.errors import UserError
-from ftkit.evaluation.scorer import EvaluationAborted, Scorer
 from ftkit.evaluation.scoring import Score, Scoring
-from ftkit.evaluation.task_programs import FoundTasks, LoadedTasks, TaskOptions
+from ftkit.evaluation.task_programs import (
+    EvaluationAborted,
+    FoundTasks,
+    LoadedTasks,
+    TaskOptions,
+    make_scorer,
+)
 from ftkit.evaluation.validation import (
     answer_records,
     answer_scores,
@@ -257,7 +262,7 @@ class Evaluator:
         tokenizer, train = self._setup.base.tokenizer, self._setup.data.train
         longest = int(train.lengths.max())
         tokens = longest * self._setup.plan.sequences_of(longest)  # as many at once as in training
-        scorer = Scorer(
+        scorer = make_scorer(
             self._setup.model,
             tokenizer,
             stop_ids=result_stop_ids(self._setup.base, self._setup.data) | {tokenizer.eos_id},

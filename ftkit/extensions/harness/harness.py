@@ -33,8 +33,8 @@ from lm_eval.tasks._index import Entry, Kind
 
 from ftkit.data.records.hub import READ_BUILDERS
 from ftkit.errors import UserError
-from ftkit.evaluation.scorer import PromptBatch, Scorer
 from ftkit.evaluation.task_programs import TaskOptions
+from ftkit.extensions.harness.scorer import PromptBatch, Scorer
 from ftkit.extensions.harness.tasks import TaskFiles, check_supported
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
 from ftkit.models.generation import Sampling

@@ -7,5 +7,6 @@ ROWS = (
         name="lm-evaluation-harness",
         find="ftkit.extensions.harness.tasks:find_tasks",
         load="ftkit.extensions.harness.harness:TaskSet",
+        scorer="ftkit.extensions.harness.scorer:Scorer",
     ),
 )

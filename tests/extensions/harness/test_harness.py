@@ -22,10 +22,10 @@ from tiny import make_llama
 
 from ftkit.evaluation.loading import Loaded, load_result
 from ftkit.evaluation.result import find_result
-from ftkit.evaluation.scorer import EvaluationAborted, Scorer
-from ftkit.evaluation.task_programs import TaskOptions
+from ftkit.evaluation.task_programs import EvaluationAborted, TaskOptions
 from ftkit.extensions.harness import harness
 from ftkit.extensions.harness.harness import TaskSet
+from ftkit.extensions.harness.scorer import Scorer
 from ftkit.extensions.harness.tasks import find_tasks
 from ftkit.models.chat_templates.template import ChatTemplate
 

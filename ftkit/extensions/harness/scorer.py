@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftkit.evaluation.task_programs import EvaluationAborted
 from ftkit.models.generation import Context, Sampling, answer_greedily, length_for, size_for
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.loss import Likelihoods
@@ -22,10 +23,6 @@ from ftkit.utils.progress import OnProgress
 
 _STOP_INTERVAL = 10
 """Batches between two checks for an early end, which is a collective."""
-
-
-class EvaluationAborted(Exception):
-    """The evaluation is to end early, on all ranks at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +51,7 @@ class Scorer:
         context: Context,
         stopped: Callable[[], object] = lambda: False,
     ) -> None:
-        """Wrap a model.
-
-        Args:
-            model: in evaluation mode.
-            tokenizer: of its base model.
-            stop_ids: tokens that end an answer.
-            world_size: number of ranks with a part or a copy of the model.
-            rows_of: sequences per forward pass, by their length in tokens.
-            context: context manager for every forward pass.
-            stopped: whether to end early; a collective with one answer for all ranks.
-        """
+        """Wrap a model; arguments as of `ftkit.evaluation.task_programs.make_scorer`."""
         self.model, self.tokenizer = model, tokenizer
         self._stop_ids, self._world_size = stop_ids, world_size
         self._rank = rank() if world_size > 1 else 0
