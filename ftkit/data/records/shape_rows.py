@@ -28,9 +28,9 @@ class ShapeRow:
     noun: str
     """One such record, for people."""
     holds: tuple[str, ...]
-    """What such records have, for people: the keys of each layout. None: no file has them."""
+    """What such records have, for people, in each layout; none: no file has such records."""
     rule: str
-    """What such a record has to be, as a sentence."""
+    """What such a record, or a part of it, has to be, as a sentence."""
     keys: tuple[str, ...]
     """Keys of a row by which it is recognised: it has one of them."""
     precedence: tuple[int, int]
@@ -107,6 +107,7 @@ class PreferenceRow:
 
 
 SET_TRAIN_ON = "Set train_on (assistant, last or all) instead, and remove {key}"
+"""What to do about mask_prompt where there are no instructions."""
 _WITHOUT_PROMPT = {
     "prompt_style": "Remove {key}",
     "mask_prompt": SET_TRAIN_ON,

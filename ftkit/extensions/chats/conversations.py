@@ -17,10 +17,11 @@ from ftkit.extensions.chats.marks import (
     mark_of,
     unused_of,
 )
+from ftkit.extensions.chats.record_shapes import ROWS
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.utils.names import nearest
 
-_RULE = "A message is an object with role (system, user, assistant or tool) and content."
+_RULE = ROWS[0].rule
 _ROLES = {
     **dict.fromkeys(("system", "developer", "user", "assistant", "tool")),
     **dict.fromkeys(("human", "prompter"), "user"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_a_row_names_what_is_there(row: ShapeRow | PreferenceRow) -> None:
     assert places
     for place in places.values():
         assert callable(imported(place)), place
+
+
+def test_instructions_load_nothing_that_only_other_records_need() -> None:
+    program = (
+        "import sys\n"
+        "from ftkit.data.sources import data_source\n"
+        "data = {'class_path': 'JSON', 'init_args': {'path': 'embedded:quickstart'}}\n"
+        "print(data_source(data).parts()[0].read().shape)\n"
+        "rows = ('__init__', 'record_shapes', 'preferences')\n"
+        "for name in sorted(sys.modules):\n"
+        "    if name.startswith(('ftkit.extensions.chats.', 'ftkit.extensions.preference.')):\n"
+        "        assert name.rpartition('.')[2] in rows, name\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "instruction\n"), ended.stderr
 
 
 class TestWithoutTheExtension:
