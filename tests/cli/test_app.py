@@ -22,10 +22,9 @@ from ftkit.cli.app import main
 from ftkit.cli.commands import FTKIT
 from ftkit.cli.parser import components_of, declared, heads_of, parse, split_line
 from ftkit.data.own_data import OwnDataOptions
-from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe_keys import COMPONENTS, key_types
-from ftkit.recipe.strategy_rows import FsdpOptions
+from ftkit.recipe.strategy_rows import STRATEGIES
 
 RECIPES = ROOT / "recipes"
 FINETUNE = ["finetune", "finetune_lora", "finetune_full"]
@@ -46,8 +45,7 @@ OWN = [
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
     *(f"data.{field.name}" for field in dataclasses.fields(OwnDataOptions)),
-    *(f"strategy.{field.name}" for field in dataclasses.fields(FsdpOptions)),
-    *(f"strategy.{field.name}" for field in dataclasses.fields(DeepSpeedOptions)),
+    *(f"strategy.{field.name}" for row in STRATEGIES for field in dataclasses.fields(row.options)),
     *("data.help", "objective.help", "optimizer.help", "strategy.help"),
 ]
 CHECKPOINTS = ["list", "show", "verify", "clean", "diff"]

@@ -28,6 +28,13 @@ _IMPORT_ALL = (
 )
 
 
+_WITHOUT_INSTALLED = (
+    "import sys\n"
+    "sys.meta_path = [f for f in sys.meta_path if not f.__module__.startswith('__editable__')]\n"
+)
+"""An editable install would find the extensions of this checkout."""
+
+
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with ftkit and its tests, without extensions and theirs."""
@@ -38,6 +45,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name not in ("ftkit", "tests"):
             (place / path.name).symlink_to(path)
+    (place / "sitecustomize.py").write_text(_WITHOUT_INSTALLED)
     return place
 
 

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from ftkit.cli.app import run
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import find_result
-from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.models.chat_templates.template import resolve_chat_template
 from ftkit.models.pretrained.base_model import open_base
 
@@ -126,6 +125,8 @@ def written(outcome: Outcome, tmp_path: Path) -> list[Path]:
 def test_transformers_gives_the_tokens_of_training_with_every_result(
     trained: dict[str, Outcome], base: Path, name: str, tmp_path: Path
 ) -> None:
+    from ftkit.extensions.chats.rendering import ChatRenderer
+
     ours = open_base(str(base)).tokenizer
     template = resolve_chat_template("zephyr" if name == "named" else "tokenizer", ours)
     renderer = ChatRenderer(ours, template, train_on="assistant")

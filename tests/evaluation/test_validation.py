@@ -18,8 +18,6 @@ from ftkit.evaluation.loading import Loaded, load_result
 from ftkit.evaluation.result import find_result
 from ftkit.evaluation.scoring import Scoring, rouge_l
 from ftkit.evaluation.validation import answer_scores, validation_loss
-from ftkit.extensions.other_models.reference import FrozenReference
-from ftkit.extensions.preference.kto import Kto
 from ftkit.models import generation
 from ftkit.models.load_weights import Whole
 from ftkit.recipe.own_metric import own_metrics
@@ -207,6 +205,9 @@ def test_spaces_and_half_characters_that_may_still_change_decide_nothing() -> No
 
 
 def test_a_term_of_which_the_samples_have_nothing_is_absent(loaded: Loaded) -> None:
+    from ftkit.extensions.other_models.reference import FrozenReference
+    from ftkit.extensions.preference.kto import Kto
+
     objective, layout = Kto(), RankLayout(micro_batch_size=2, padding_free=True)
     samples = SampleSet.of(Rendered([5 + i, 6, 7, 8], ((2, 4),), desirable=True) for i in range(4))
     batches = validation_loader(samples, objective.amounts(samples), 4, layout, mismatched=True)

@@ -11,7 +11,6 @@ from command import ROOT
 from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
-from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions, DeepSpeedRules
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.kernels import LIGER, check_kernels_installed
 from ftkit.recipe.parsing import read_recipe
@@ -201,6 +200,8 @@ class TestSeveralGpusWithoutBfloat16:
 
     @pytest.fixture(autouse=True)
     def _with_deepspeed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from ftkit.extensions.deepspeed.strategies import DeepSpeedRules
+
         monkeypatch.setattr(DeepSpeedRules, "is_installed", True)
 
     def test_default_settings_of_lora_are_ddp_in_float16(self) -> None:
@@ -208,6 +209,8 @@ class TestSeveralGpusWithoutBfloat16:
         assert (made.strategy, made.precision, made.notices) == ("ddp", "16-mixed", ())
 
     def test_a_full_fine_tune_is_deepspeed_with_everything_on_the_gpus(self) -> None:
+        from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions
+
         made = plan(FOUR_OLD_GPUS, method="full", devices=4)
         assert (made.strategy, made.precision) == ("deepspeed", "16-mixed")
         assert made.options == DeepSpeedOptions(stage=3, offload_optimizer=False)
@@ -227,6 +230,8 @@ class TestSeveralGpusWithoutBfloat16:
     def test_it_is_fsdp_in_float32_where_deepspeed_cannot_be(
         self, keys: dict[str, Any], installed: bool, advice: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        from ftkit.extensions.deepspeed.strategies import DeepSpeedRules
+
         monkeypatch.setattr(DeepSpeedRules, "is_installed", installed)
         made = plan(FOUR_OLD_GPUS, method="full", devices=4, **keys)
         assert (made.strategy, made.precision) == ("fsdp", "32-true")
@@ -242,6 +247,8 @@ class TestSeveralGpusWithoutBfloat16:
     def test_explicit_settings_are_refused_with_a_remedy(
         self, installed: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        from ftkit.extensions.deepspeed.strategies import DeepSpeedRules
+
         monkeypatch.setattr(DeepSpeedRules, "is_installed", installed)
         keys = {"devices": 4, "strategy": "fsdp", "precision": "16-mixed", "optimizer": optimizer}
         words = re.findall(r"--(\w+) ([\w-]+)", refusal(FOUR_OLD_GPUS, **keys))

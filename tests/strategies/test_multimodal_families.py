@@ -25,7 +25,6 @@ from family_runs import (
 from multimodal_models import MODELS, SELDOM, make_multimodal_model, multimodal_model
 from rank_jobs import METHODS, Run, assert_same_maths, make_run
 
-from ftkit.extensions.publish.model_card import card_text, with_name
 from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
@@ -126,6 +125,8 @@ def test_full_training_changes_what_text_reaches_alone(
 def test_the_code_of_its_card_loads_a_result(
     trained: Found, base_of: Directory, model: str, method: Method
 ) -> None:
+    from ftkit.extensions.publish.model_card import card_text, with_name
+
     if model == "mistral4":
         # Its results load in ftkit; the card names a class of transformers that lacks this type.
         pytest.skip("AutoModelForCausalLM of transformers 5.24 does not know it")

@@ -17,7 +17,6 @@ from rank_jobs import needs_deepspeed
 from torch import Tensor, nn
 
 from ftkit.errors import UserError
-from ftkit.extensions.deepspeed.deepspeed import ZeroState
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.optimizers import OPTIMIZERS
 from ftkit.recipe.parsing import read_recipe
@@ -160,6 +159,8 @@ class HalfOfRows(TorchState):
 
 
 def test_a_state_without_a_place_is_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ftkit.extensions.deepspeed.deepspeed import ZeroState
+
     model, optimizer = trained("torch.optim.Adafactor")
     list(TorchState(model, optimizer).parts(model.weight))  # on one device it has a place
     for parameter_state in optimizer.state.values():

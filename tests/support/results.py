@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rank_jobs import Case, Outcome, make_run
 
-from ftkit.extensions.publish.model_card import write_card
 from ftkit.runs.report.report import Report
 
 CASES = {
@@ -50,6 +49,8 @@ class Ended:
 
 def train_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """A run of each of `CASES`, by its name."""
+    from ftkit.extensions.publish.model_card import write_card
+
     outcomes = make_run(tmp_path_factory)(1, list(CASES.values()))
     ended = {}
     for name, case in CASES.items():

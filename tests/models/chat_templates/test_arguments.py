@@ -9,7 +9,6 @@ from thinking_templates import THINKERS
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ftkit.evaluation.prompting import prompt_text, question_of
-from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.models.chat_templates.template import ChatTemplate
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
@@ -79,6 +78,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_an_answer_is_learned_after_the_prompt_with_its_arguments(
     name: str, of_run: dict[str, Any], of_record: dict[str, Any], tokenizer: Tokenizer
 ) -> None:
+    from ftkit.extensions.chats.rendering import ChatRenderer
+
     ours = template(THINKERS[name].source, **of_run)
     record = {"messages": MESSAGES} | ({"chat_template_kwargs": of_record} if of_record else {})
     renderer = ChatRenderer(tokenizer, ours, train_on="assistant")
@@ -98,6 +99,8 @@ def test_an_answer_is_learned_after_the_prompt_with_its_arguments(
 
 
 def test_parts_without_loss_are_found_with_arguments(tokenizer: Tokenizer) -> None:
+    from ftkit.extensions.chats.rendering import ChatRenderer
+
     renderer = ChatRenderer(
         tokenizer, template("{{ mood }}" + THINKERS["qwq"].source), train_on="all"
     )

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from ftkit.errors import UserError
-from ftkit.extensions.chats.turns import TurnFinder
 from ftkit.models.chat_templates import confined
 from ftkit.models.chat_templates.confined import run_each_confined
 from ftkit.models.chat_templates.sandbox import check_source
@@ -218,6 +217,8 @@ class TestTheProcess:
 
     @pytest.mark.usefixtures("short")
     def test_a_conversation_with_too_many_turns_to_render_each_is_refused(self) -> None:
+        from ftkit.extensions.chats.turns import TurnFinder
+
         template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "tried")
         finder = TurnFinder(template, (), (), train_on="assistant", reasoning="split")
         roles = ("user", "assistant") * 5000

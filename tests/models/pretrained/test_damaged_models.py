@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from tiny import make_llama
 
 from ftkit.errors import UserError
-from ftkit.extensions.gguf.header import read_header
 from ftkit.models.pretrained.base_model import open_base, read_blueprint
 from ftkit.models.pretrained.hub import find_here, weight_files
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -277,6 +276,8 @@ def test_a_special_token_is_a_text(model: Path) -> None:
 
 
 def test_millions_of_empty_texts_in_a_gguf_header_are_refused(tmp_path: Path) -> None:
+    from ftkit.extensions.gguf.header import read_header
+
     key = b"tokenizer.ggml.tokens"
     count = 10 * 2**20
     header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
