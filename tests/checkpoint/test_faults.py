@@ -365,18 +365,18 @@ def test_saving_that_fails_repeatedly_ends_the_run(runs: MakeRuns, tmp_path: Pat
 def test_a_full_disk_costs_no_row(
     runs: MakeRuns, tmp_path: Path, small_disk: Path, logger: str
 ) -> None:
-    """From step 40 to 120 not a byte can be written: no checkpoint, no row, no report."""
-    steps, out = 130, small_disk / "out"
+    """From step 20 to 60 not a byte can be written: no checkpoint, no row, no report."""
+    steps, out = 65, small_disk / "out"
     wanted = runs(
         "lora",
         steps,
-        train__save_interval=40,
+        train__save_interval=20,
         train__epochs=50,
-        eval__interval=40,
+        eval__interval=20,
         logger_name=logger,
     )
     wanted.complete(tmp_path / "whole")
-    attempt = wanted.run(out, faults={0: ["full_disk", 40, 120]})
+    attempt = wanted.run(out, faults={0: ["full_disk", 20, 60]})
     assert attempt.code == 0, attempt.output
     warnings = read_report(out).warnings
     reason = "No space left on device"
@@ -385,11 +385,11 @@ def test_a_full_disk_costs_no_row(
     )
     assert f"warning: metrics.csv cannot be written ({reason})" in attempt.output
     assert [text.partition(" could")[0] for text in warnings if "be saved" in text] == [
+        "The checkpoint of step 20",
         "The checkpoint of step 40",
-        "The checkpoint of step 80",
     ]
     assert (logger == "tensorboard") == any("tensorboard gets no" in text for text in warnings)
-    assert store_of(out).steps() == [120, 130]
+    assert store_of(out).steps() == [60, 65]
     assert_equal(out, tmp_path / "whole", steps)
 
 
@@ -397,18 +397,18 @@ def test_a_full_disk_costs_no_row(
 def test_a_full_disk_ends_the_run_which_resumes_once_there_is_space(
     runs: MakeRuns, tmp_path: Path, small_disk: Path
 ) -> None:
-    steps, out = 60, small_disk / "out"
-    wanted = runs("lora", steps, train__save_interval=10, train__epochs=50, eval__interval=40)
+    steps, out = 30, small_disk / "out"
+    wanted = runs("lora", steps, train__save_interval=5, train__epochs=50, eval__interval=20)
     wanted.complete(tmp_path / "whole")
-    attempt = wanted.run(out, faults={0: ["full_disk", 20, None]})
+    attempt = wanted.run(out, faults={0: ["full_disk", 10, None]})
     assert attempt.code == 1
     assert "3 checkpoints in a row could not be saved" in attempt.output
     assert "Traceback" not in attempt.output
     report = read_report(out)
     assert (report.outcome, report.exit_code) == ("failed", 1)
     assert report.exit_reason.startswith("3 checkpoints in a row could not be saved")
-    assert store_of(out).steps() == [10]
-    assert store_of(out).verify(10) == []
+    assert store_of(out).steps() == [5]
+    assert store_of(out).verify(5) == []
     refused = wanted.run(out)
     assert refused.code == 2
     assert "No space left on device" in refused.output and "Traceback" not in refused.output

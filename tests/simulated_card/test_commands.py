@@ -291,20 +291,21 @@ def test_memory_that_is_followed_is_all_that_a_card_gave(machine: OnCard) -> Non
     ("wording", "moment", "rank"),
     [
         ("torch", "backward", 0),
-        pytest.param("torch", "forward", 1, marks=pytest.mark.slow),
-        pytest.param("torch", "construction", 0, marks=pytest.mark.slow),
+        pytest.param("torch", "forward", 1, marks=pytest.mark.matrix),
+        pytest.param("torch", "construction", 0, marks=pytest.mark.matrix),
         pytest.param("torch", "step", 1, marks=pytest.mark.slow),
         pytest.param("driver", "step", 0, marks=pytest.mark.slow),
         pytest.param("driver", "construction", 1, marks=pytest.mark.slow),
         pytest.param("cublas", "forward", 0, marks=pytest.mark.slow),
-        pytest.param("cublas", "backward", 1, marks=pytest.mark.slow),
+        pytest.param("cublas", "backward", 1, marks=pytest.mark.matrix),
         pytest.param("nccl", "backward", 1, marks=pytest.mark.slow),
-        pytest.param("nccl", "forward", 0, marks=pytest.mark.slow),
+        pytest.param("nccl", "forward", 0, marks=pytest.mark.matrix),
     ],
 )
 def test_a_card_without_memory_ends_the_run_as_that_whoever_says_so(
     machine: OnCard, wording: str, moment: str, rank: int
 ) -> None:
+    """Outside the matrix: each wording, each moment, each rank."""
     shortage = Shortage(wording=wording, moment=moment, rank=rank)
     words = DDP if rank or wording == "nccl" else ONE
     attempt, out = machine.run(

@@ -74,6 +74,8 @@ def single(run: Run, request: pytest.FixtureRequest) -> dict[Case, Outcome]:
     if chosen(request, test_recomputed_blocks_draw_the_same_dropout):
         for how in (CHECKPOINTED, EVERY_2ND_CHECKPOINTED):
             cases.append(learning("single", "lora", changes=(how,)))
+    if chosen(request, test_compiled_blocks_learn_as_plain_ones_between_the_hooks_of_fsdp):
+        cases.append(COMPILED_ALONE)
     if chosen(request, test_on_a_cpu_deterministic_arithmetic_is_the_same):
         cases.append(Case("single", "full", changes=DETERMINISTIC))
     return run(1, list(dict.fromkeys(cases)))
@@ -304,9 +306,10 @@ IN_ALL = {
     "ZeRO-2 with offload, tokens",
     "ZeRO-3 with parameters offloaded",
     "fsdp with Muon",
-    "fsdp, compiled",
 }
 """Outside the matrix."""
+COMPILED_ALONE = learning("fsdp", "full", changes=(COMPILED,))
+"""On one rank: compiling takes each half a minute, and two have the same graphs."""
 LEARNED = (*SGD, *MUON, *FOUR_BITS, *AVERAGED, *ONE_MICRO_STEP)
 
 
@@ -374,6 +377,13 @@ def test_updates_in_the_backward_pass_are_those_after_it(
         assert [row[column] for row in found.rows] == [row[column] for row in expected.rows]
     weights = found.weights()
     assert all(weights[name].equal(value) for name, value in expected.weights().items())
+
+
+@pytest.mark.slow
+def test_compiled_blocks_learn_as_plain_ones_between_the_hooks_of_fsdp(
+    single: dict[Case, Outcome],
+) -> None:
+    assert_same_maths(single[COMPILED_ALONE], single[Case("single", "full")], validations=0)
 
 
 @pytest.mark.slow

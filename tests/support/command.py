@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 
+DEFAULT_SIGNALS = """
+import signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
+"""
+"""Under a shell that started the tests in the background, Ctrl+C would be ignored."""
+NOHUP = f"{DEFAULT_SIGNALS}signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Start = Callable[..., "AbstractContextManager[Run]"]
 
@@ -25,8 +32,15 @@ def command_line(*arguments: object, before: str = "") -> list[str]:
         arguments: of the command.
         before: statements to run first, in the same process.
     """
-    program = f"{before}\nfrom ftkit.cli.app import main\nmain()"
-    return [sys.executable, "-c", program, *map(str, arguments)]
+    return [sys.executable, "-c", _program(before), *map(str, arguments)]
+
+
+def _program(before: str) -> str:
+    return f"{before}\nfrom ftkit.cli.app import main\nmain()"
+
+
+PLAIN = frozenset(map(_program, ("", DEFAULT_SIGNALS, NOHUP)))
+"""Programs of the command without statements that could see or change modules of ours."""
 
 
 def command_environment() -> dict[str, str]:

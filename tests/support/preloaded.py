@@ -183,9 +183,10 @@ def _serve() -> NoReturn:
     without_hub_kernels()
     with quick_imports(), hidden("sklearn"):  # it brings pyarrow, whose allocator has a thread
         import faults
-        from warm import import_libraries
+        from warm import import_libraries, make_parsers
 
         import_libraries()
+        make_parsers()
 
         # imported late by the command
         from ftkit.cli import app

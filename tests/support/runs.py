@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import warm
-from command import command_environment, command_line
+from command import DEFAULT_SIGNALS, NOHUP, command_environment, command_line  # noqa: F401 - for tests
 
 from ftkit.recipe.plugin import using
 from ftkit.runs.directory import RunDirectory
@@ -32,15 +32,6 @@ FILES = [
     "validation.csv",
 ]
 """What a run that completes leaves in its directory."""
-
-DEFAULT_SIGNALS = """
-import signal
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
-"""
-"""Under a shell that started the tests in the background, Ctrl+C would be ignored."""
-NOHUP = f"{DEFAULT_SIGNALS}signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-
 
 Process = subprocess.Popen[str] | warm.Process
 
@@ -263,7 +254,8 @@ def run_ranks(world_size: int, jobs: list[Path], script: str = "rank_cases.py") 
             process.wait()
     for rank, process in enumerate(processes):
         for job in jobs:
-            error = RankError.read(Job.read(job).directory.rank(rank))
+            # Without reading its recipe, which takes longer than all the rest here.
+            error = RankError.read(RunDirectory(job.parent.parent).rank(rank))
             assert error is None, f"rank {rank} of {job}: {error}"
         assert process.returncode == 0, logs[rank].read_text()
 

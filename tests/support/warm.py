@@ -4,7 +4,9 @@ Importing torch, Lightning, transformers and DeepSpeed takes longer than most ru
 server imports them once; programs that are started in it are forks of it, and so is every Python
 program that one of them starts. Such a fork is like a new interpreter in what tests look at: where
 a test has statements of its own in it, it imports ftkit's modules itself, after the start-up file
-on its PYTHONPATH, and else has them as the server imported them; it has no files open but those it
+on its PYTHONPATH, and else has them as the server imported them, with the parsers of recipes that
+it would make: commands and what they start have modules of their own, so that no rank has what its
+command has changed in its own. It has no files open but those it
 was given, and the command line and the environment that the system shows of it are its own. Only
 its memory is not predicted at the end of a run, unless a test asks for that (`PREDICTS`).
 """
@@ -34,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn
 
-from command import command_environment
+from command import PLAIN, command_environment
 
 LIBRARIES = (
     "adlfs",
@@ -53,6 +55,8 @@ ROOM = 20_000
 """Bytes for the command line of a fork, and as many for its environment."""
 PYTHON_FLAGS = {"-P", "-u"}
 RANK = "ftkit.training.rank"
+COMMANDS = ("ftkit.cli.app", "ftkit.cli.parser", "ftkit.launch.supervisor")
+"""What the command imports for a run; other commands import the rest themselves."""
 PREDICTS = "TESTS_PREDICT_MEMORY"
 """Variable with which a rank predicts its memory at the end, which takes longer than such a run."""
 
@@ -72,6 +76,13 @@ def import_libraries() -> None:
 
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
         cpuinfo.get_cpu_info()
+
+
+def make_parsers() -> None:
+    """Those of recipes, each of which takes a process as long as its imports of ours."""
+    parsing = import_module("ftkit.recipe.parsing")
+    for method in ("full", "lora"):
+        parsing._parser(method)
 
 
 # --- In the server and its forks ------------------------------------------------------------------
@@ -147,20 +158,22 @@ def _become(call: Mapping[str, Any], ends: list[int]) -> None:
     _show(words, dict(os.environ))
     for finaliser in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finaliser.atexit = False  # of the libraries, which the program may never import
+    begun_by_server = not _FORKED
+    _FORKED.append(os.getpid())
     ours = _modules_of_ours()
     if OURS in ours and ours[OURS] is _IMPORTED.get(OURS):
         # What the starting program has imported since: tables of rows refer to it.
         _IMPORTED.update(ours)
     for name in ours:
         del sys.modules[name]
-    _interpret(words)
+    _interpret(words, begun_by_server)
 
 
 def _modules_of_ours() -> dict[str, ModuleType]:
     return {name: m for name, m in sys.modules.items() if name.partition(".")[0] == OURS}
 
 
-def _interpret(words: list[str]) -> None:
+def _interpret(words: list[str], begun_by_server: bool) -> None:
     """Run a Python command line as a new interpreter does."""
     sys.orig_argv[:] = words
     rest = words[1:]
@@ -172,8 +185,11 @@ def _interpret(words: list[str]) -> None:
     first = {"-c": "", "-m": str(Path.cwd())}.get(kind, str(Path(kind).parent))
     sys.path[:] = [*([] if "-P" in flags else [first]), *path, *_OWN_PATH]
     sys.modules.pop("sitecustomize", None)
-    if kind != "-c" and not find_spec("sitecustomize"):
-        sys.modules.update(_IMPORTED)
+    if not find_spec("sitecustomize"):
+        if kind != "-c":
+            sys.modules.update(_IMPORTED)
+        elif rest[0] in PLAIN and begun_by_server:
+            sys.modules.update(_OF_COMMANDS)
         if kind == "-m":
             sys.modules.pop(rest[0], None)  # it is run anew
     with suppress(ModuleNotFoundError):
@@ -249,7 +265,14 @@ def _serve(requests: socket.socket) -> NoReturn:
     with quick_imports(), hidden("sklearn"):  # it brings pyarrow, whose allocator has a thread
         import_module(RANK)
         import_libraries()
-    _IMPORTED.update(_modules_of_ours())
+        make_parsers()
+        _IMPORTED.update(_modules_of_ours())
+        for name in _IMPORTED:
+            del sys.modules[name]
+        for name in COMMANDS:
+            import_module(name)
+        make_parsers()
+        _OF_COMMANDS.update(_modules_of_ours())
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork could leave a lock taken"
     warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork")
     running: list[tuple[subprocess.Popen[bytes], int]] = []
@@ -279,6 +302,10 @@ def _serve(requests: socket.socket) -> NoReturn:
 
 _IMPORTED: dict[str, ModuleType] = {}
 """Modules of ours as the server has them; programs with statements of a test have others."""
+_OF_COMMANDS: dict[str, ModuleType] = {}
+"""Those of the command: others than those of what it starts, as it may change them."""
+_FORKED: list[int] = []
+"""Processes that led from the server to this one."""
 _OWN_PATH = [
     path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(":")
 ]
