@@ -480,11 +480,13 @@ def _instantiate(merged: dict[str, Any], method: Method) -> Recipe:
             "Try --checkpoint_dir TinyLlama/TinyLlama_v1.1 or --config RECIPE.yaml."
         )
     try:
-        values = parser.instantiate(parser.parse_object(given))
+        # Without defaults, which the dataclasses have: to parse each of them again would take ten
+        # times as long.
+        values = parser.instantiate(parser.parse_object(given, defaults=False))
     except (ArgumentError, TypeError, ValueError) as error:
         raise UserError(_type_message(str(error), merged, method)) from None
     names = {f.name for f in dataclasses.fields(recipe_class)} - COMPONENTS.keys()
-    recipe = recipe_class(**{name: values[name] for name in names}, **components)
+    recipe = recipe_class(**{name: values[name] for name in names if name in values}, **components)
     check_names(recipe)
     return recipe
 

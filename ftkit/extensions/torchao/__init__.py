@@ -1,4 +1,4 @@
-"""torchao: optimizers with state of 4 and 8 bits, float8, quantisation-aware training."""
+"""Optimizers of torchao with state of 4 and 8 bits, float8, quantisation-aware training."""
 
 LIBRARIES = {"torchao": "torchao"}
 MOVED = {"ftkit.models.torchao_layers": "layers", "ftkit.strategies.torchao": "state"}
