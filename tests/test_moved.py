@@ -6,6 +6,7 @@ import sys
 import pytest
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("old", "now"),
     [

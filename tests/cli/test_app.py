@@ -176,6 +176,7 @@ def test_help_of_a_command_explains_its_words_and_options_with_examples(
     assert said(*name.split(), "-h", *words) == (0, out, "")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["finetune", "plan", "sweep", "export"])
 def test_a_usage_takes_several_lines_where_the_terminal_is_narrow(
     said: Callable[..., tuple[Any, str, str]], monkeypatch: pytest.MonkeyPatch, name: str
@@ -214,6 +215,7 @@ def test_the_function_of_a_command_exists(name: str) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -346,6 +348,7 @@ def test_an_interrupted_command_ends_with_130(
 # --- print_config -------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("command", "recipe", "options"),
     [
@@ -411,6 +414,7 @@ def completion(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("line", "offered"),
     [

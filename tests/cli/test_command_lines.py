@@ -326,6 +326,7 @@ RECIPES: list[tuple[str, dict[str, Any]]] = [
 name first, or of a command line that names the base model alone."""
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("line", "expected"), RECIPES, ids=[line for line, _ in RECIPES])
 def test_a_command_line_of_finetune_gives_a_recipe(
     line: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -524,6 +525,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 """Command lines with the options that are not at their defaults; paths as texts."""
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("line", "expected"), OPTIONS, ids=[line for line, _ in OPTIONS])
 def test_a_command_line_gives_options(line: str, expected: dict[str, Any]) -> None:
     words = shlex.split(line)
@@ -642,6 +644,7 @@ ERRORS: list[tuple[str, list[str]]] = [
 """Command lines with a mistake, and what the message has to name."""
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("line", "words"), ERRORS, ids=[line for line, _ in ERRORS])
 def test_a_mistake_is_named_with_its_key_its_value_and_a_remedy(
     line: str, words: list[str]

@@ -79,6 +79,23 @@ def test_all_its_tests_are_collected(core: Path) -> None:
     assert ended.returncode == 0, ended.stdout[-2000:]
 
 
+@pytest.mark.matrix
+@pytest.mark.timeout(3600)
+def test_its_fast_tests_pass(core: Path) -> None:
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--numprocesses", "3", "--dist", "loadfile"),
+            *("-m", "not slow and not matrix and not extensions"),
+        ],
+        capture_output=True,
+        text=True,
+        env=variables(core),
+        cwd=core,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+
+
 @pytest.mark.slow
 def test_what_only_extensions_have_is_refused(core: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs.yml").write_text("base_model: x\ndatasets: []\n")

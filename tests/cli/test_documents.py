@@ -72,6 +72,7 @@ def test_documents_show_every_kind_of_command() -> None:
     assert shown >= {"download", "generate", "evaluate", "merge", "export", "push"}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("line", LINES)
 def test_a_command_line_in_a_document_is_understood(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

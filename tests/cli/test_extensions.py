@@ -250,6 +250,7 @@ def ftkit_with(tmp_path: Path) -> Callable[..., Run]:
     return install
 
 
+@pytest.mark.extensions
 def test_each_extension_is_in_the_documents_with_a_guide() -> None:
     text = (ROOT / "docs/extensions.md").read_text()
     row = re.compile(r"^\| `(\w+)` \| .+\]\(([\w-]+\.md)(?:#[\w-]+)?\) \|$", re.MULTILINE)
@@ -308,6 +309,7 @@ def test_a_reader_of_another_package_makes_recipes_of_its_files(
     assert "imported" not in plain.stdout
 
 
+@pytest.mark.extensions
 def test_an_objective_of_another_package_is_trained_and_resumed(
     ftkit_with: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -357,6 +359,7 @@ def test_keys_of_another_package_are_keys_of_recipes(
     assert resumed.returncode == 0 and "scale.factor 2 -> 3" in resumed.stdout
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "strategy",
     [

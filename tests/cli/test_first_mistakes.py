@@ -17,6 +17,7 @@ def refusal_of(*words: str) -> str:
     return message_of(run, words)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("typed", "advice"),
     [
@@ -83,6 +84,7 @@ def test_a_recipe_of_another_program_is_named_as_such(
         read_recipe([file])
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
@@ -119,6 +121,7 @@ def test_a_mistyped_directory_gets_a_suggestion(
     assert says(message, "Did you mean ... models/llama")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "words", [("generate", "models/lama", "--prompt", "x"), ("merge", "models/lama", "--out", "m")]
 )

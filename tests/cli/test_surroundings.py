@@ -196,6 +196,7 @@ def test_without_room_for_temporary_files_the_variable_is_named(tmp_path: Path) 
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.extensions
 def test_a_path_of_a_user_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     ended = shell("", "plan", "~nobody-of-this-name/model", cwd=tmp_path, env=dict(os.environ))
     assert ended.returncode == 2

@@ -114,6 +114,7 @@ def test_a_copy_elsewhere_is_the_same_data(load: Load, file: Path, tmp_path: Pat
     assert not load(Path(copy))[1]
 
 
+@pytest.mark.extensions
 def test_what_decides_samples_decides_the_address(
     load: Load, file: Path, tmp_path: Path, tokenizer_directory: Path
 ) -> None:
@@ -244,6 +245,7 @@ def test_an_evaluation_takes_the_validation_samples_of_a_run(
     ]
 
 
+@pytest.mark.extensions
 def test_the_records_of_a_module_that_cannot_name_its_files_are_the_address(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ class TestTokens:
     """Ids and labels are LitGPT's."""
 
     # Styles change texts, which tokenizers may begin otherwise; lengths cut tokens of any style.
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("prompt_style", "max_seq_length", "mask_prompt"),
         [
@@ -221,6 +222,7 @@ class TestTokens:
             ("val", 10, 10),
         ]
 
+    @pytest.mark.extensions
     def test_the_fingerprint_depends_on_content_and_not_on_the_path(
         self, tmp_path: Path, tokenizer: Tokenizer
     ) -> None:
@@ -237,6 +239,7 @@ class TestTokens:
         ]
         assert len({first, *others}) == 4
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("options", "max_seq_length", "expected"),
         [
@@ -400,17 +403,20 @@ class TestChecks:
         output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         assert output.stdout.decode().split() == ["False", "False"]
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize("name", ["Alpaca", "Alpaca2k", "FLAN", "LIMA", "Deita", "LongForm"])
     @pytest.mark.parametrize("package", ["", "litgpt.data."])
     def test_map_style_modules_of_litgpt_are_accepted(self, package: str, name: str) -> None:
         check_data(Component(class_path=package + name, init_args={}))
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize("preference", ["pairs", "labels"])
     def test_modules_of_litgpt_have_no_preferences(self, preference: Preference) -> None:
         data = Component(class_path="litgpt.data.Alpaca", init_args={})
         message = message_of(check_data, data, preference=preference)
         assert says(message, f"data is Alpaca ... no preference {preference}", "--data JSON")
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("class_path", "message"),
         [
@@ -456,6 +462,7 @@ class TestChecks:
         with pytest.raises(UserError, match=key_words("val_split_fraction is 0.1 ... directory")):
             check_data(data)
 
+    @pytest.mark.extensions
     def test_options_of_other_modules_are_checked_too(self) -> None:
         data = Component(class_path="Alpaca2k", init_args={"val_split_fraction": 2})
         with pytest.raises(UserError, match=r"data.val_split_fraction is 2"):
@@ -465,6 +472,7 @@ class TestChecks:
 class TestPromptStyle:
     """Names of prompt styles in recipes."""
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         "style",
         [
@@ -483,6 +491,7 @@ class TestPromptStyle:
         text = tokenizer.decode(torch.from_numpy(loaded.val[0].ids))
         assert text.startswith(loaded.prompt_source.part.rules.prompt_style.apply("Say 0."))
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("style", "message"),
         [
@@ -521,6 +530,7 @@ class TestModulesOfLitgpt:
         data = Component(class_path=f"litgpt.data.{name}", init_args=init_args)
         return load_data(data, tokenizer, 200)
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize("mask_prompt", [False, True])
     @pytest.mark.parametrize("name", ["Alpaca", "AlpacaGPT4"])
     def test_alpaca_is_read_from_its_file(
@@ -538,6 +548,7 @@ class TestModulesOfLitgpt:
             first = int((theirs["labels"] == -100).sum())
             assert sample.trained.tolist() == [[first, len(sample.ids)]]
 
+    @pytest.mark.extensions
     def test_alpaca2k_comes_through_datasets(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -557,6 +568,7 @@ class TestModulesOfLitgpt:
         assert questions == list(split["test"]["instruction"])
         assert loaded.prompt_source.part.rules.prompt_style == resolve_prompt_style("alpaca")
 
+    @pytest.mark.extensions
     def test_conversations_come_through_datasets(
         self, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -570,6 +582,7 @@ class TestModulesOfLitgpt:
         monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [messages] * 2)
         assert len(self.load("Deita", tokenizer).train) == 20
 
+    @pytest.mark.extensions
     def test_renamed_keys_are_understood(self, tokenizer: Tokenizer) -> None:
         for split in ("train", "test"):
             file = Path(f"data/flan/cola_10templates_{split}.jsonl")
@@ -583,6 +596,7 @@ class TestModulesOfLitgpt:
         loaded = self.load("LongForm", tokenizer)
         assert val_records(loaded) == [{"instruction": "Write.", "output": "Written."}]
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("name", "works"),
         [
@@ -599,16 +613,19 @@ class TestModulesOfLitgpt:
         assert says(str(error.value), f"data is {name} ... ConnectionError")
         assert "--data JSON --data.path FILE" in str(error.value)
 
+    @pytest.mark.extensions
     def test_a_broken_download_has_to_be_deleted(self, tokenizer: Tokenizer) -> None:
         Path("data/alpaca").mkdir(parents=True)
         Path("data/alpaca/alpaca_data_cleaned_archive.json").write_text("404: Not Found")
         with pytest.raises(UserError, match="Delete data/alpaca"):
             self.load("Alpaca", tokenizer)
 
+    @pytest.mark.extensions
     def test_lima_needs_a_token(self, tokenizer: Tokenizer) -> None:
         with pytest.raises(UserError, match="HF_TOKEN"):
             self.load("LIMA", tokenizer, access_token=None)
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("options", "message"),
         [

@@ -54,6 +54,7 @@ def test_a_weight_is_how_often_an_epoch_takes_the_samples(
     assert set(data.repetitions[:32]) == {0.5} and set(data.repetitions[32:]) == {3.0}
 
 
+@pytest.mark.extensions
 def test_a_result_is_prompted_like_the_conversations_among_its_sources(
     tokenizer: Tokenizer, paths: list[str], tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_batch_of_a_validation_is_of_one_source(
     assert min(labels) > 0
 
 
+@pytest.mark.extensions
 def test_questions_are_of_all_sources(tokenizer: Tokenizer, paths: list[str]) -> None:
     data = load(tokenizer, {"path": paths[0]}, {"path": paths[1], "prompt_style": "phi-2"})
     prompts = [question.instruction for question in data.questions]

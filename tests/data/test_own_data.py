@@ -63,6 +63,7 @@ def refusal(**options: Any) -> str:
 # Shapes
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("shape", "options", "expected"),
     [
@@ -100,6 +101,7 @@ def test_what_is_trained_follows_from_the_shape_and_the_options(
     assert (rules.prompt_style == resolve_prompt_style("alpaca")) == (found.shape == "instruction")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("shape", "description"),
     [
@@ -113,6 +115,7 @@ def test_the_description_counts_the_records(shape: str, description: str) -> Non
     assert says(part(path=path, val_split_fraction=0.25).description, description)
 
 
+@pytest.mark.extensions
 def test_unused_keys_are_named() -> None:
     found = part(path=write("a.jsonl", ROWS["messages"] | {"source": "web", "score": None}))
     assert found.unused == UnusedKeys(names=("source", "id"))
@@ -121,6 +124,7 @@ def test_unused_keys_are_named() -> None:
     assert part(path="b.jsonl", columns={"text": "text"}).summary.endswith("; not used: id")
 
 
+@pytest.mark.extensions
 def test_a_history_in_a_prompt_style_is_a_conversation() -> None:
     history = {"history": [["q", "r"]], "input": "c", "sys_prompt": "d"}
     found = part(path=write("a.jsonl", ROWS["instruction"] | history))
@@ -134,6 +138,7 @@ def test_a_history_in_a_prompt_style_is_a_conversation() -> None:
     assert found.train[0]["messages"][3]["input"] == "c"
 
 
+@pytest.mark.extensions
 def test_a_directory_says_how_many_more_are_validated_on() -> None:
     write("d/train.jsonl", ROWS["messages"], 3)
     write("d/val.jsonl", ROWS["messages"], 2)
@@ -148,6 +153,7 @@ def test_without_a_share_to_hold_out_every_record_is_trained_and_validated_on() 
     assert says(found.description, "20 ... also those to validate on")
 
 
+@pytest.mark.extensions
 def test_a_chat_template_makes_conversations_of_instructions() -> None:
     row = {"instruction": "Add.", "input": "1 and 2", "output": "3", "sys_prompt": "Be terse."}
     found = part(path=write("a.jsonl", row), chat_template="chatml")
@@ -160,6 +166,7 @@ def test_a_chat_template_makes_conversations_of_instructions() -> None:
     }
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("shape", "options", "reason", "works"),
     [
@@ -197,6 +204,7 @@ SYSTEM, ASKED, ANSWERED = (
 )
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "options", "preference"),
     [
@@ -222,6 +230,7 @@ def test_a_system_message_at_the_beginning_can_be_left_out(
         assert one["messages"] == [ASKED, ANSWERED]
 
 
+@pytest.mark.extensions
 def test_system_messages_can_be_left_out_of_one_source() -> None:
     path = write("a.jsonl", {"messages": [SYSTEM, ASKED, SYSTEM, ANSWERED]})
     kept, dropped = data_source(
@@ -234,6 +243,7 @@ def test_system_messages_can_be_left_out_of_one_source() -> None:
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("preference", "row"), [("pairs", PAIR), ("labels", ROWS["completion"] | {"label": True})]
 )
@@ -251,6 +261,7 @@ def test_of_answers_that_are_compared_prompts_are_never_trained(
     assert says(message_of(read, mask_prompt=False), "data.mask_prompt is False", "train_on")
 
 
+@pytest.mark.extensions
 def test_an_empty_option_counts_as_not_set() -> None:
     path = write("a.jsonl", ROWS["messages"])
     options = ("mask_prompt", "prompt_style", "subset", "columns", "sources", "overlong")
@@ -298,6 +309,7 @@ def test_a_custom_prompt_is_text_on_the_command_line(given: str) -> None:
 INLINE = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("given", [INLINE, json.dumps(INLINE)])
 def test_a_template_is_text_on_the_command_line_and_in_a_recipe(given: str) -> None:
     path = write("a.jsonl", ROWS["messages"])
@@ -312,6 +324,7 @@ def test_a_template_is_text_on_the_command_line_and_in_a_recipe(given: str) -> N
         assert made.render(SAID) == "user: ?\nassistant: !\n"
 
 
+@pytest.mark.extensions
 def test_a_text_that_is_no_template_is_refused_with_its_line() -> None:
     found = part(
         path=write("a.jsonl", ROWS["messages"]), chat_template="{% for m in messages %}\n{{"
@@ -326,6 +339,7 @@ def test_a_class_with_arguments_is_not_taken_for_a_prompt() -> None:
     assert style["class_path"] == "litgpt.prompts.ChatML"
 
 
+@pytest.mark.extensions
 def test_arguments_of_templates_are_named_on_the_command_line() -> None:
     write("a.jsonl", ROWS["messages"])
     overrides = {"data": "JSON", "data.path": "a.jsonl", "checkpoint_dir": "base"}
@@ -441,6 +455,7 @@ def test_options_of_hub_data_sets_are_refused_for_files(key: str) -> None:
 # Mixtures
 
 
+@pytest.mark.extensions
 def test_each_source_is_read_and_split_by_itself() -> None:
     write("chats.jsonl", ROWS["messages"], 10)
     write("d/train.jsonl", {"q": "a", "output": "b"}, 4)
@@ -473,6 +488,7 @@ def test_a_fraction_is_refused_where_no_source_would_be_split() -> None:
         data_source(data).files()
 
 
+@pytest.mark.extensions
 def test_options_for_all_sources_hold_unless_a_source_sets_its_own() -> None:
     write("a.jsonl", ROWS["instruction"])
     write("b.jsonl", ROWS["instruction"])
@@ -525,6 +541,7 @@ def test_a_name_with_an_owner_that_is_not_a_path_is_of_the_hub(path: str, is_hub
         source.files()
 
 
+@pytest.mark.extensions
 def test_hub_data_are_requested_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
 

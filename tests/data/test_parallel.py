@@ -55,6 +55,7 @@ def test_processes_render_what_one_renders_in_the_same_order(
     assert any(rendering.refused for _, rendering in found)
 
 
+@pytest.mark.extensions
 def test_records_of_broken_processes_are_rendered_here(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_records_of_broken_processes_are_rendered_here(
     assert all_of(renderer, records) == expected
 
 
+@pytest.mark.extensions
 def test_few_records_start_no_process(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_in_processes", None)
     assert len(all_of(renderer, conversations(19))) == 19

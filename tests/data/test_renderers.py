@@ -90,6 +90,7 @@ class TestConversations:
     def renderer(self, tokenizer: Tokenizer | None, template: str = "qwen") -> Renderer:
         return make_renderer(part("messages", chat_template=template), tokenizer)
 
+    @pytest.mark.extensions
     def test_its_example_is_the_last_turn(self, tokenizer: Tokenizer) -> None:
         example = self.renderer(tokenizer).example(TURNS)
         prompt = resolve_chat_template("qwen", tokenizer).render(
@@ -100,21 +101,25 @@ class TestConversations:
         assert (decoded(example, tokenizer), example.instruction) == ("So long 👋", asked)
         assert example.stop_ids == {tokenizer.eos_id, tokenizer.added_tokens["<|im_end|>"]}
 
+    @pytest.mark.extensions
     def test_a_question_without_an_answer_is_one_too(self, tokenizer: Tokenizer) -> None:
         example = self.renderer(tokenizer).example({"messages": TURNS["messages"][1:2]})
         text = tokenizer.processor.decode(example.prompt, skip_special_tokens=False)
         assert text.endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
         assert (example.expected, example.instruction) == ([], "Hi")
 
+    @pytest.mark.extensions
     def test_people_see_all_that_comes_before_the_answer(self, tokenizer: Tokenizer) -> None:
         shown = self.renderer(tokenizer).example(CONVERSATIONS["tools"]).instruction
         assert shown == "user: Bonn?\nassistant: (calls weather)\ntool: sun"
 
+    @pytest.mark.extensions
     def test_an_answer_may_be_a_call(self, tokenizer: Tokenizer) -> None:
         record = CONVERSATIONS["tools"] | {"messages": CONVERSATIONS["tools"]["messages"][:2]}
         expected = '<tool_call>\n{"name": "weather", "arguments": {"at": "Bonn"}}\n</tool_call>'
         assert decoded(self.renderer(tokenizer).example(record), tokenizer) == expected
 
+    @pytest.mark.extensions
     def test_the_longest_one_is_found_by_its_bytes(self, tokenizer: Tokenizer) -> None:
         renderer = self.renderer(tokenizer)
         records = [
@@ -125,11 +130,13 @@ class TestConversations:
         assert found is not None and found.is_exact
         assert found.at_most == len(longest.samples[0].ids)
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize("template", ["tokenizer", "qwen"])
     def test_bytes_are_known_without_a_tokenizer(self, template: str) -> None:
         assert "So long 👋<|im_end|>" in self.renderer(None, template).text(TURNS)
         assert self.renderer(None, template).text({"messages": [said("user", "a")]}) == ""
 
+    @pytest.mark.extensions
     def test_an_answer_that_goes_on_with_a_word_of_its_prompt_is_trained(
         self, tmp_path: Path
     ) -> None:
@@ -158,17 +165,20 @@ class TestData:
             decode(ids[first:end].tolist(), skip_special_tokens=False) for first, end in spans
         )
 
+    @pytest.mark.extensions
     def test_messages_take_the_template_of_the_tokenizer(
         self, tmp_path: Path, tokenizer: Tokenizer
     ) -> None:
         loaded = self.load(tmp_path, tokenizer, TURNS)
         assert self.text(loaded, tokenizer) == "assistant:Hello.</s>|assistant:So long 👋</s>"
 
+    @pytest.mark.extensions
     def test_instructions_may_be_conversations(self, tmp_path: Path, tokenizer: Tokenizer) -> None:
         record = {"instruction": "do", "input": "this", "output": "done"}
         loaded = self.load(tmp_path, tokenizer, record, chat_template="chatml")
         assert self.text(loaded, tokenizer) == "done<|im_end|>"
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("options", "trained"),
         [

@@ -42,6 +42,7 @@ def tokens(samples: Any) -> list[tuple[list[int], list[list[int]]]]:
     return [(sample.ids.tolist(), sample.trained.tolist()) for sample in found]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,6 +80,7 @@ def test_keys_of_records_are_those_of_the_data_or_its_own(
     assert tokens(own.samples(9)) == tokens(same.samples(9)) and len(own.samples(9)) == 3
 
 
+@pytest.mark.extensions
 def test_sets_of_a_module_of_litgpt_are_rendered_as_its_records(
     tokenizer: Tokenizer, files: tuple[str, str, str]
 ) -> None:

@@ -70,6 +70,7 @@ def span(first: int, last: int, **mark: Any) -> Record:
     return {"begin_offset": first, "end_offset": last, **mark}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("turn", "expected"),
     [
@@ -111,6 +112,7 @@ def test_tokens_have_the_weights_of_their_text(
     assert rendered(tokenizer, [ASKED, turn], tmp_path) == [expected]
 
 
+@pytest.mark.extensions
 def test_where_everything_is_trained_a_turn_can_weigh_more(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -120,6 +122,7 @@ def test_where_everything_is_trained_a_turn_can_weigh_more(
     assert found == [f"1⟦{question}<|assistant|>⟧2⟦Red<|end|>⟧1⟦{question}⟧"]
 
 
+@pytest.mark.extensions
 def test_each_turn_of_a_conversation_that_is_split_keeps_its_weights(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -184,6 +187,7 @@ def test_a_batch_has_the_weight_of_each_label() -> None:
     assert "weights" not in collate(sequences, {})
 
 
+@pytest.mark.extensions
 def test_weights_of_records_and_turns_are_multiplied_and_cached(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +231,7 @@ def test_a_cache_of_records_without_weights_has_no_file_of_them(
     assert "spans" in names and "weights" not in names
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "pair",
     [
@@ -245,6 +250,7 @@ def test_pairs_have_no_weights(pair: Record) -> None:
     assert says(said_, "line 1 has weights ... Remove the weights")
 
 
+@pytest.mark.extensions
 def test_untrained_turns_of_pairs_are_no_weights() -> None:
     answer = said("assistant", parts(("b", 0), ("c", None)))
     pair = {"prompt": [ASKED], "chosen": [answer], "rejected": [said("assistant", "b", weight=1)]}

@@ -121,6 +121,7 @@ def written(outcome: Outcome, tmp_path: Path) -> list[Path]:
     return [final, *out]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["named", "own"])
 def test_transformers_gives_the_tokens_of_training_with_every_result(
     trained: dict[str, Outcome], base: Path, name: str, tmp_path: Path
@@ -158,6 +159,7 @@ def text_of(messages: list[dict[str, str]], name: str) -> str:
     return "".join(f"<|{m['role']}|>\n{m['content']}</s>\n" for m in messages) + "<|assistant|>\n"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["named", "own", "asked"])
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
 def test_generate_and_chat_prompt_as_in_training(
@@ -179,6 +181,7 @@ def test_generate_and_chat_prompt_as_in_training(
     assert said("chat", path, *words) == f"{first}\n{second}\n"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["named", "own", "documents"])
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
 def test_evaluate_comes_to_the_numbers_of_the_run(
@@ -191,6 +194,7 @@ def test_evaluate_comes_to_the_numbers_of_the_run(
     assert found["exact_match"] == {"records": matches.samples, "share": matches.after}
 
 
+@pytest.mark.extensions
 def test_a_chat_that_left_its_run_is_evaluated_in_its_template(
     trained: dict[str, Outcome],
     said: Callable[..., str],
@@ -212,6 +216,7 @@ def test_a_chat_that_left_its_run_is_evaluated_in_its_template(
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
+@pytest.mark.extensions
 def test_documents_leave_the_model_its_template(trained: dict[str, Outcome], base: Path) -> None:
     final = trained["documents"].out_dir / "final"
     assert (final / "chat_template.jinja").read_text() == OWN

@@ -31,6 +31,7 @@ def values(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
 # --- The numbers of the run -----------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
 def test_a_result_has_the_numbers_that_its_run_reported(
@@ -55,6 +56,7 @@ def test_a_result_has_the_numbers_that_its_run_reported(
     assert list(sets) == (["further"] if name == "full" else [])
 
 
+@pytest.mark.extensions
 def test_the_loss_on_a_set_is_that_on_its_records_alone(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path
 ) -> None:
@@ -68,6 +70,7 @@ def test_the_loss_on_a_set_is_that_on_its_records_alone(
     assert "losses" not in values(run_.out_dir, *few, "--sets", "null")
 
 
+@pytest.mark.extensions
 def test_a_missing_set_is_named(ended: dict[str, Ended]) -> None:
     said = mistake(ended["full"].out_dir, "--sets", "{mine: none.json}")
     assert says(said, "eval.sets.mine.path is none.json")
@@ -75,6 +78,7 @@ def test_a_missing_set_is_named(ended: dict[str, Ended]) -> None:
     assert says(said, "--tasks and --sets")
 
 
+@pytest.mark.extensions
 def test_another_storage_of_the_base_gives_other_numbers(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]]
 ) -> None:
@@ -85,6 +89,7 @@ def test_another_storage_of_the_base_gives_other_numbers(
     assert plain["loss"] == pytest.approx(ended["qlora"].validation_loss, rel=0.05)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("size", [1, 5, 11])
 def test_the_micro_batch_changes_nothing(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], size: int
@@ -93,6 +98,7 @@ def test_the_micro_batch_changes_nothing(
     assert found["loss"] == pytest.approx(ended["lora"].validation_loss, rel=1e-5)
 
 
+@pytest.mark.extensions
 def test_max_iters_counts_batches_of_the_global_size(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]]
 ) -> None:
@@ -101,6 +107,7 @@ def test_max_iters_counts_batches_of_the_global_size(
     assert found["loss"] != pytest.approx(ended["lora"].validation_loss, rel=1e-7)
 
 
+@pytest.mark.extensions
 def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +120,7 @@ def test_an_exact_match_is_an_answer_that_equals_the_expected_text(
     assert found["exact_match"] == {"records": 8, "share": 0.5}
 
 
+@pytest.mark.extensions
 def test_answers_are_scored_by_rouge_l_and_a_custom_function(
     ended: dict[str, Ended],
     values: Callable[..., dict[str, Any]],
@@ -152,6 +160,7 @@ def test_answers_are_scored_by_rouge_l_and_a_custom_function(
 # --- Other data -----------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "name",
     [
@@ -181,6 +190,7 @@ def held_out(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.extensions
 def test_the_loss_on_each_of_several_sources_is_reported(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +209,7 @@ def test_the_loss_on_each_of_several_sources_is_reported(
     assert low < found["loss"] < high
 
 
+@pytest.mark.extensions
 def test_a_file_of_its_own_is_taken_whole(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path
 ) -> None:
@@ -211,6 +222,7 @@ def test_a_file_of_its_own_is_taken_whole(
     assert part["records"] == 5
 
 
+@pytest.mark.extensions
 def test_the_validation_part_of_a_directory_is_taken(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], held_out: Path, tmp_path: Path
 ) -> None:
@@ -234,6 +246,7 @@ def test_models_without_a_run_need_data(
     assert (found["step"], found["exact_match"]["records"]) == (None, 2)
 
 
+@pytest.mark.extensions
 def test_the_base_of_a_run_can_be_measured_on_the_same_data(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]]
 ) -> None:
@@ -248,6 +261,7 @@ def test_the_base_of_a_run_can_be_measured_on_the_same_data(
 # --- What is shown, and mistakes ------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_a_table_shows_the_same_numbers(
     ended: dict[str, Ended], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +276,7 @@ def test_a_table_shows_the_same_numbers(
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -38,6 +38,7 @@ def test_a_run_its_adapter_and_the_merged_model_say_the_same(
             assert one["value"] == pytest.approx(other["value"], rel=1e-4)
 
 
+@pytest.mark.extensions
 def test_the_table_has_a_row_for_each_number_and_nothing_else_is_printed(
     ended: dict[str, Ended], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_the_table_has_a_row_for_each_number_and_nothing_else_is_printed(
     assert all(line.endswith(" of 5 records") for line in lines[base + 1 :])
 
 
+@pytest.mark.extensions
 def test_the_chat_template_of_the_result_is_used_on_request(
     ended: dict[str, Ended], values: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -62,6 +64,7 @@ def test_the_chat_template_of_the_result_is_used_on_request(
     assert plain["chat_template"] is None and chat["chat_template"] is not None
 
 
+@pytest.mark.extensions
 def test_a_task_is_refused_before_the_result_is_loaded(
     ended: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +75,7 @@ def test_a_task_is_refused_before_the_result_is_loaded(
     assert "--tasks is empty" in mistake(path, "--tasks", ",")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("words", "text"),
     [

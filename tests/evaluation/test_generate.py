@@ -53,6 +53,7 @@ def mistake(*argv: object) -> str:
 # --- One prompt -----------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["lora", "full"])
 @pytest.mark.parametrize("where", ["out_dir", "checkpoint"])
 def test_a_result_answers_in_the_prompt_style_of_its_run(
@@ -64,6 +65,7 @@ def test_a_result_answers_in_the_prompt_style_of_its_run(
     assert err.startswith(f"{path}: ") and err.endswith(" tokens/s\n")
 
 
+@pytest.mark.extensions
 def test_a_qlora_result_answers_as_quantised_as_its_run_was(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
 ) -> None:
@@ -74,6 +76,7 @@ def test_a_qlora_result_answers_as_quantised_as_its_run_was(
     assert plain["answer"] == expected_answer(path, alpaca(PROMPT))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", ["bnb.nf4", "bnb.int8-training"])
 def test_any_result_can_be_quantised(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], kind: Quantization
@@ -84,6 +87,7 @@ def test_any_result_can_be_quantised(
     assert found["answer"] == expected_answer(path, alpaca(PROMPT), known)
 
 
+@pytest.mark.extensions
 def test_input_goes_where_the_style_has_a_place_for_it(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
 ) -> None:
@@ -93,6 +97,7 @@ def test_input_goes_where_the_style_has_a_place_for_it(
     assert found["input"] == "the moon"
 
 
+@pytest.mark.extensions
 def test_raw_text_and_other_styles(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
 ) -> None:
@@ -108,6 +113,7 @@ def test_a_base_model_answers_too(tiny_base: Path, said: Callable[..., tuple[str
     assert out == expected_answer(tiny_base, PROMPT) + "\n"
 
 
+@pytest.mark.extensions
 def test_the_same_seed_draws_the_same_answer(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
 ) -> None:
@@ -127,6 +133,7 @@ def test_the_precision_is_that_of_the_run_or_of_the_option(
         assert out.strip()
 
 
+@pytest.mark.extensions
 def test_json_is_all_there_is_on_standard_output(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]]
 ) -> None:
@@ -135,6 +142,7 @@ def test_json_is_all_there_is_on_standard_output(
     assert found["instruction"] == PROMPT and 0 < found["tokens"] <= 8
 
 
+@pytest.mark.extensions
 def test_the_base_model_can_answer_too(
     ended: dict[str, Ended],
     answered: Callable[..., dict[str, Any]],
@@ -154,6 +162,7 @@ def test_the_base_model_can_answer_too(
     assert "base model" in heads and " result" in heads
 
 
+@pytest.mark.extensions
 def test_columns_show_the_white_space_that_counts(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +175,7 @@ def test_columns_show_the_white_space_that_counts(
     assert first.split() == [r"\sTake\n", "(empty)"] and second.split() == [r"\tit\s"]
 
 
+@pytest.mark.extensions
 def test_text_that_would_move_the_cursor_is_not_shown(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +191,7 @@ def test_text_that_would_move_the_cursor_is_not_shown(
 # --- Many prompts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_prompts_come_from_lines_and_answers_go_to_a_file(
     ended: dict[str, Ended],
     said: Callable[..., tuple[str, str]],
@@ -200,6 +211,7 @@ def test_prompts_come_from_lines_and_answers_go_to_a_file(
     assert shown == "".join(f"> {e['instruction']}\n{e['answer']}\n\n" for e in entries)
 
 
+@pytest.mark.extensions
 def test_prompts_come_from_records_which_need_no_output(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -212,6 +224,7 @@ def test_prompts_come_from_records_which_need_no_output(
     assert second["output"] == "c"  # type: ignore[index]
 
 
+@pytest.mark.extensions
 def test_lines_of_prompts_may_be_compressed(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -221,6 +234,7 @@ def test_lines_of_prompts_may_be_compressed(
     assert [entry["instruction"] for entry in entries] == ["the sun", PROMPT]
 
 
+@pytest.mark.extensions
 def test_an_answer_does_not_hang_on_the_prompts_before(
     ended: dict[str, Ended], answered: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -231,6 +245,7 @@ def test_an_answer_does_not_hang_on_the_prompts_before(
     assert second["answer"] == answered(path, "--prompt", PROMPT, *drawn)["answer"]  # type: ignore[index]
 
 
+@pytest.mark.extensions
 def test_a_file_of_answers_is_only_replaced_with_overwrite(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -289,6 +304,7 @@ def test_a_base_model_has_none_to_compare_with(tiny_base: Path) -> None:
 # --- Chat -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_chat_answers_line_by_line_and_remembers(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +318,7 @@ def test_chat_answers_line_by_line_and_remembers(
     assert "no history" not in err
 
 
+@pytest.mark.extensions
 def test_chat_says_that_it_remembers_nothing_without_a_template(
     ended: dict[str, Ended], said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +361,7 @@ def two_turns(path: Path) -> list[str]:
     return [first, second]
 
 
+@pytest.mark.extensions
 def test_chat_remembers_where_the_style_has_a_place_for_it(
     roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +371,7 @@ def test_chat_remembers_where_the_style_has_a_place_for_it(
     assert "no history" not in err
 
 
+@pytest.mark.extensions
 def test_chat_forgets_the_oldest_turns_where_room_ends(
     roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +381,7 @@ def test_chat_forgets_the_oldest_turns_where_room_ends(
     assert len(out.splitlines()) >= len(lines)
 
 
+@pytest.mark.extensions
 def test_a_line_that_is_too_long_leaves_a_chat_its_history(
     roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +391,7 @@ def test_a_line_that_is_too_long_leaves_a_chat_its_history(
     assert "The prompt is " in err
 
 
+@pytest.mark.extensions
 def test_a_line_that_is_not_its_json_leaves_a_chat_its_history(
     roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +417,7 @@ def test_an_error_of_an_answer_is_not_said_to_be_one_of_the_json(
         run(["chat", str(roomy), "--format", "json", "--accelerator", "cpu"])
 
 
+@pytest.mark.extensions
 def test_a_line_that_is_not_text_leaves_a_chat_its_history(
     roomy: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def without_chat_files(ended: Ended, to: Path) -> Path:
 # --- What is written ------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_transformers_gives_the_prompts_of_training_with_every_result(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def tokens(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> li
     return found
 
 
+@pytest.mark.extensions
 def test_a_full_checkpoint_says_how_it_has_template(ended: dict[str, Ended]) -> None:
     checkpoint, final = ended["full"].checkpoint, ended["full"].final
     for name in CHAT_FILES:
@@ -101,6 +103,7 @@ def test_a_full_checkpoint_says_how_it_has_template(ended: dict[str, Ended]) -> 
     assert not (checkpoint / "base" / "chat_template.jinja").exists()  # the base model has none
 
 
+@pytest.mark.extensions
 def test_the_report_says_how_the_run_made_prompts(ended: dict[str, Ended]) -> None:
     assert "alpaca" in ended["lora"].report.resolved.chat_template.lower()
 
@@ -108,6 +111,7 @@ def test_the_report_says_how_the_run_made_prompts(ended: dict[str, Ended]) -> No
 # --- What is used ---------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["lora", "full"])
 @pytest.mark.parametrize("where", ["out_dir", "final", "checkpoint"])
 def test_a_result_is_prompted_by_the_files_it_carries(
@@ -120,6 +124,7 @@ def test_a_result_is_prompted_by_the_files_it_carries(
     assert found.template.render([user], add_generation_prompt=True) == f"<s>{alpaca(PROMPT)}"
 
 
+@pytest.mark.extensions
 def test_the_files_of_a_result_decide_and_not_its_recipe(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -138,6 +143,7 @@ def test_the_files_of_a_result_decide_and_not_its_recipe(
         assert prompting(merged).template.source == OWN
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["lora", "full"])
 def test_results_without_a_template_use_the_prompt_style_of_their_run(
     ended: dict[str, Ended], name: str, tmp_path: Path
@@ -153,6 +159,7 @@ def test_results_without_a_template_use_the_prompt_style_of_their_run(
     assert (out / "chat_template.jinja").read_text() == found.template.source
 
 
+@pytest.mark.extensions
 def test_an_old_result_does_not_use_the_template_of_its_base_model(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -164,6 +171,7 @@ def test_an_old_result_does_not_use_the_template_of_its_base_model(
     assert prompting(old).style.class_name == "Alpaca"
 
 
+@pytest.mark.extensions
 def test_an_adapter_alone_is_prompted_by_the_files_it_carries(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -202,6 +210,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[str, str]]:
     return run_
 
 
+@pytest.mark.extensions
 def test_a_model_with_a_template_uses_it_and_says_so(
     instructed: Path, said: Callable[..., tuple[str, str]]
 ) -> None:
@@ -213,6 +222,7 @@ def test_a_model_with_a_template_uses_it_and_says_so(
     assert found.origin == "model" and found.end_ids == {1, 20}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -234,6 +244,7 @@ def test_a_named_way_to_prompt_is_used(
     assert ("its own chat template" in err) == ("--system" in options)
 
 
+@pytest.mark.extensions
 def test_a_template_can_be_a_file_or_a_text(
     instructed: Path, said: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -244,6 +255,7 @@ def test_a_template_can_be_a_file_or_a_text(
         assert out == expected_answer(instructed, f"{PROMPT}?", stop_ids=[1, 20]) + "\n"
 
 
+@pytest.mark.extensions
 def test_an_input_stands_below_the_instruction_where_the_template_has_no_place_for_it(
     instructed: Path, said: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -256,6 +268,7 @@ def test_an_input_stands_below_the_instruction_where_the_template_has_no_place_f
     assert out == expected_answer(instructed, f"the moon: {PROMPT}", stop_ids=[1, 20]) + "\n"
 
 
+@pytest.mark.extensions
 def test_prompts_are_records_of_any_shape(
     instructed: Path, said: Callable[..., tuple[str, str]], tmp_path: Path
 ) -> None:
@@ -280,6 +293,7 @@ def test_prompts_are_records_of_any_shape(
     assert json.loads(out)[0]["answer"] == expected_answer(instructed, turn, stop_ids=[1, 20])
 
 
+@pytest.mark.extensions
 def test_an_unknown_template_is_refused_with_a_remedy(instructed: Path, tiny_base: Path) -> None:
     words = ["generate", "--prompt", PROMPT, "--accelerator", "cpu"]
     with pytest.raises(
@@ -292,6 +306,7 @@ def test_an_unknown_template_is_refused_with_a_remedy(instructed: Path, tiny_bas
         run([*words, str(tiny_base), "--chat_template", "zephyr", "--prompt_style", "alpaca"])
 
 
+@pytest.mark.extensions
 def test_the_end_of_a_turn_ends_an_answer_whatever_the_settings_say(
     instructed: Path, tmp_path: Path
 ) -> None:
@@ -304,6 +319,7 @@ def test_the_end_of_a_turn_ends_an_answer_whatever_the_settings_say(
     assert prompting(copy).end_ids == {1, 20, 30}
 
 
+@pytest.mark.extensions
 def test_a_system_prompt_is_never_silently_left_out(instructed: Path, tmp_path: Path) -> None:
     words = ["generate", str(instructed), "--prompt", PROMPT, "--system", "red"]
     with pytest.raises(UserError, match=key_words("--system ... chat template ... leaves out")):
@@ -329,6 +345,7 @@ def test_a_system_prompt_is_never_silently_left_out(instructed: Path, tmp_path: 
 # --- Chat -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_chat_remembers_in_any_template(
     instructed: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +359,7 @@ def test_chat_remembers_in_any_template(
     assert "its own chat template" in err and "no history" not in err
 
 
+@pytest.mark.extensions
 def test_chat_keeps_the_system_prompt_when_it_forgets_the_oldest_turns(
     instructed: Path, said: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

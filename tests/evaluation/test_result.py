@@ -51,6 +51,7 @@ def describe(result: Result) -> tuple[str, Path]:
 # --- What a path stands for -----------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_a_lora_run_is_its_adapter(ended: dict[str, Ended], name: str) -> None:
     run = ended[name]
@@ -63,6 +64,7 @@ def test_a_lora_run_is_its_adapter(ended: dict[str, Ended], name: str) -> None:
     assert result.quantize == (None if name == "lora" else "bnb.nf4-dq")
 
 
+@pytest.mark.extensions
 def test_a_full_run_is_its_model(ended: dict[str, Ended]) -> None:
     run = ended["full"]
     for path in (run.out_dir, run.final):
@@ -71,6 +73,7 @@ def test_a_full_run_is_its_model(ended: dict[str, Ended]) -> None:
         assert result.method == "full" and result.recipe is not None
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["lora", "full"])
 def test_a_checkpoint_is_that_checkpoint_and_all_of_them_are_the_newest(
     ended: dict[str, Ended], name: str
@@ -87,6 +90,7 @@ def test_a_checkpoint_is_that_checkpoint_and_all_of_them_are_the_newest(
         assert result.recipe is not None
 
 
+@pytest.mark.extensions
 def test_a_run_without_a_result_is_its_newest_checkpoint(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -100,6 +104,7 @@ def test_a_run_without_a_result_is_its_newest_checkpoint(
     )
 
 
+@pytest.mark.extensions
 def test_the_present_directory_can_be_meant(
     ended: dict[str, Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +112,7 @@ def test_the_present_directory_can_be_meant(
     assert describe(find_result(".")) == ("adapter", ended["lora"].final)
 
 
+@pytest.mark.extensions
 def test_an_adapter_alone_names_its_base(ended: dict[str, Ended], tmp_path: Path) -> None:
     run = ended["lora"]
     result = find_result(str(copy_of(run.final, tmp_path / "adapter")))
@@ -121,6 +127,7 @@ def test_models_are_models(tiny_base: Path) -> None:
     assert (embedded.directory / "config.json").is_file()
 
 
+@pytest.mark.extensions
 def test_the_base_of_a_result_answers_as_its_run_would(ended: dict[str, Ended]) -> None:
     result = find_result(str(ended["lora"].out_dir))
     base = base_result(result)
@@ -147,6 +154,7 @@ def test_a_directory_of_something_else_is_a_mistake(tmp_path: Path) -> None:
     assert says(mistake(tmp_path), "no run and no checkpoint")
 
 
+@pytest.mark.extensions
 def test_a_run_that_has_saved_nothing_yet_is_a_mistake(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -160,6 +168,7 @@ def test_a_model_that_is_not_complete_is_a_mistake(tiny_base: Path, tmp_path: Pa
     assert says(mistake(copy), "weights (model.safetensors) is missing")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "file"),
     [
@@ -184,6 +193,7 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_offered(
     assert message.startswith(f"{newest} is damaged: ") and file in message
 
 
+@pytest.mark.extensions
 def test_an_adapter_is_not_put_on_another_model(ended: dict[str, Ended], tmp_path: Path) -> None:
     run = ended["lora"]
     other = make_llama(tmp_path / "other", initializer_range=0.5)
@@ -192,6 +202,7 @@ def test_an_adapter_is_not_put_on_another_model(ended: dict[str, Ended], tmp_pat
     assert "--base PATH" in str(error.value)
 
 
+@pytest.mark.extensions
 def test_an_adapter_made_elsewhere_is_not_put_on_a_model_of_another_size(
     ended: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -211,6 +222,7 @@ def test_an_adapter_made_elsewhere_is_not_put_on_a_model_of_another_size(
         assert "--base PATH" in str(error.value)
 
 
+@pytest.mark.extensions
 def test_an_adapter_that_names_no_base_needs_one(ended: dict[str, Ended], tmp_path: Path) -> None:
     adapter = copy_of(ended["lora"].final, tmp_path / "adapter")
     base = find_result(str(adapter)).base
@@ -226,6 +238,7 @@ def test_an_adapter_that_names_no_base_needs_one(ended: dict[str, Ended], tmp_pa
 # --- The weights ----------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", list(CASES))
 def test_result_and_last_checkpoint_are_one_model(ended: dict[str, Ended], name: str) -> None:
     run = ended[name]
@@ -237,6 +250,7 @@ def test_result_and_last_checkpoint_are_one_model(ended: dict[str, Ended], name:
     assert (final - base).abs().max() > 1e-3
 
 
+@pytest.mark.extensions
 def test_a_peft_adapter_gives_the_logits_of_peft(ended: dict[str, Ended]) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -250,6 +264,7 @@ def test_a_peft_adapter_gives_the_logits_of_peft(ended: dict[str, Ended]) -> Non
     torch.testing.assert_close(logits(loaded(result)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extensions
 def test_a_litgpt_directory_is_the_same_model(tiny_base: Path, tmp_path: Path) -> None:
     base = open_base(str(tiny_base))
     copy = copy_of(tiny_base, tmp_path / "tiny")
@@ -265,6 +280,7 @@ def test_a_litgpt_directory_is_the_same_model(tiny_base: Path, tmp_path: Path) -
     assert torch.equal(logits(loaded(copy)), logits(loaded(tiny_base)))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", ["bnb.nf4", "bnb.int8"])
 def test_a_full_fine_tune_can_be_quantised_when_it_is_used(
     ended: dict[str, Ended], kind: Quantization
@@ -276,11 +292,13 @@ def test_a_full_fine_tune_can_be_quantised_when_it_is_used(
     assert not torch.equal(logits(final), logits(plain))
 
 
+@pytest.mark.extensions
 def test_the_prompt_style_is_that_of_the_run(ended: dict[str, Ended], tiny_base: Path) -> None:
     assert loaded(ended["lora"].out_dir).prompting.style.class_name == "Alpaca"
     assert loaded(tiny_base).prompting.style.class_name == "Default"
 
 
+@pytest.mark.extensions
 def test_a_model_without_a_recipe_uses_the_style_file_in_its_directory(
     tiny_base: Path, tmp_path: Path
 ) -> None:
@@ -294,6 +312,7 @@ def test_a_model_without_a_recipe_uses_the_style_file_in_its_directory(
 # --- How it computes ------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["lora", "mixed", "bf16"])
 def test_a_result_computes_as_its_run_did(ended: dict[str, Ended], name: str) -> None:
     result = find_result(str(ended[name].out_dir))
@@ -315,6 +334,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_which_it_would_not_train_in(
     assert plan_use(find_result(str(tiny_base))).precision == "16-true"
 
 
+@pytest.mark.extensions
 def test_a_run_in_float16_computes_in_32_bits_on_a_cpu(ended: dict[str, Ended]) -> None:
     result = dataclasses.replace(find_result(str(ended["lora"].out_dir)), precision="16-mixed")
     assert plan_use(result, "cpu").precision == "32-true"

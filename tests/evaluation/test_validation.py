@@ -204,6 +204,7 @@ def test_spaces_and_half_characters_that_may_still_change_decide_nothing() -> No
         assert not wanted.startswith(evaluation._letters(beginning))
 
 
+@pytest.mark.extensions
 def test_a_term_of_which_the_samples_have_nothing_is_absent(loaded: Loaded) -> None:
     from ftkit.extensions.other_models.reference import FrozenReference
     from ftkit.extensions.preference.kto import Kto

@@ -107,6 +107,7 @@ def test_a_complete_run_in_a_notebook_shows_no_next_commands(start: Start, tmp_p
     assert next_commands(RunDirectory(other), full) == [f"ftkit chat {other}"]
 
 
+@pytest.mark.extensions
 def test_chat_is_not_offered_without_a_result(tmp_path: Path) -> None:
     """As with a base of random weights, of which nothing is saved."""
     run, other = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b run")
@@ -162,6 +163,7 @@ def test_a_run_from_standard_input_records_its_recipe_and_continues_with_it(
     assert code == 0 and "continuing from step 2" in out
 
 
+@pytest.mark.extensions
 def test_standard_input_that_is_read_several_times_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -304,6 +304,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(start: Start, tmp_path: Path) -
     assert not (run.out_dir / "final").exists()
 
 
+@pytest.mark.extensions
 def test_a_rank_that_dies_while_the_others_still_import_ends_the_run(
     start: Start, tmp_path: Path
 ) -> None:

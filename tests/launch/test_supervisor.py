@@ -43,6 +43,7 @@ def completed(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
         return run, run.end()
 
 
+@pytest.mark.extensions
 def test_a_run_leaves_exactly_its_results(completed: tuple[Run, End]) -> None:
     run, (code, _, err) = completed
     assert (code, err) == (0, "")
@@ -75,6 +76,7 @@ def test_its_report_has_the_outcome_and_the_measurements(completed: tuple[Run, E
     assert report["command"][:2] == ["ftkit", "finetune"]
 
 
+@pytest.mark.extensions
 def test_output_in_a_pipe_is_plain_lines(completed: tuple[Run, End]) -> None:
     run, (_, out, _) = completed
     assert says(out, "completed ... train.max_steps of 5")
@@ -416,6 +418,7 @@ ftkit.models.pretrained.base_model.open_base = open_base
 """
 
 
+@pytest.mark.extensions
 def test_a_library_that_turns_an_interrupt_into_an_error_changes_nothing(
     start: Start, tmp_path: Path
 ) -> None:

@@ -235,6 +235,7 @@ def test_an_answer_follows_from_prompt_and_seed(model: LanguageModel) -> None:
     assert answer(model, temperature=2.0, seed=2) != first
 
 
+@pytest.mark.extensions
 def test_an_answer_broken_off_leaves_no_cache(model: LanguageModel) -> None:
     tokens = answer_in_tokens(model, PROMPT, stop_ids=(), max_new_tokens=9, sampling=Sampling())
     next(tokens)

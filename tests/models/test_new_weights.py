@@ -20,6 +20,7 @@ def drawn(base: BaseModel, seed: int) -> dict[str, torch.Tensor]:
     return dict(base.architecture.drawn(base.settings, seed))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "mixtral", "jamba", "falcon_h1"])
 def test_new_weights_are_spread_as_those_of_transformers(model: str, tmp_path: Path) -> None:
     is_litgpt = model == "llama"
@@ -49,6 +50,7 @@ def test_new_weights_are_spread_as_those_of_transformers(model: str, tmp_path: P
     assert random > 3
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("method", "keys", "advice"),
     [

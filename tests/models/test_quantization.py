@@ -320,6 +320,7 @@ def quantised_layers(model: nn.Module) -> dict[str, FourBit | EightBit]:
     return {n: m for n, m in model.named_modules() if isinstance(m, FourBit | EightBit)}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_layers_of_the_blocks_are_quantised_and_nothing_else(
     base: BaseModel, kind: Quantization
@@ -402,6 +403,7 @@ def bytes_of(layer: FourBit | EightBit) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_layer_computes_what_its_dequantised_weight_does(
     base: BaseModel, kind: Quantization

@@ -78,6 +78,7 @@ def test_a_fused_layer_is_one_name_for_all_of_its_parts(tmp_path: Path) -> None:
     assert trained and all("qkv" in name for name in trained)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

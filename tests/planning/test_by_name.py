@@ -85,6 +85,7 @@ def refusal(name: str, *words: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.extensions
 def test_only_settings_and_tokenizer_are_fetched_for_a_model_that_litgpt_does_not_know(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,12 +138,14 @@ def test_its_own_settings_win_over_those_that_litgpt_knows(
     assert "those of LitGPT's" not in capsys.readouterr().out
 
 
+@pytest.mark.extensions
 def test_an_unknown_name_is_one_error_with_near_names_of_both_kinds(served: Served) -> None:
     message = refusal("Qwen/Qwen3-Mo")
     assert says(message, "Qwen/Qwen3-Mo at")
     assert "Did you mean Qwen/Qwen3-" in message and "random:qwen3_moe" in message
 
 
+@pytest.mark.extensions
 def test_a_gated_model_that_litgpt_does_not_know_says_how_to_get_access(
     served: Served,
 ) -> None:
@@ -151,6 +154,7 @@ def test_a_gated_model_that_litgpt_does_not_know_says_how_to_get_access(
     assert "is gated" in message and "--access_token" in message
 
 
+@pytest.mark.extensions
 def test_an_unknown_name_says_so_where_downloads_are_forbidden(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

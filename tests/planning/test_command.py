@@ -110,6 +110,7 @@ def test_memory_grows_by_the_same_amount_with_every_layer(
     assert found.bytes == highest.bytes
 
 
+@pytest.mark.extensions
 def test_a_hub_name_is_planned_without_a_download() -> None:
     base = read_blueprint("openlm-research/open_llama_7b")
     assert base.architecture.layers == 32 and not base.has_weights and not base.tied
@@ -149,6 +150,7 @@ def test_experts_are_planned_in_every_implementation_and_number_format(tmp_path:
             assert made.memory.parameters == pytest.approx(46.7e9, rel=1e-3)
 
 
+@pytest.mark.extensions
 def test_a_plan_says_what_is_adapted_and_what_that_costs() -> None:
     each: tuple[dict[str, object], ...] = ({}, {"lora_query": True})
     default, named = (planned(MODEL, lora_dropout=0, **keys) for keys in each)
@@ -173,11 +175,13 @@ def test_a_plan_names_experts_that_are_not_adapted(tmp_path: Path) -> None:
     assert planned(model, **keys, lora_experts=True).left_out is None
 
 
+@pytest.mark.extensions
 def test_an_unknown_model_is_an_error_that_names_similar_ones() -> None:
     with pytest.raises(UserError, match=r"Did you mean openlm-research/open_llama_7b"):
         read_blueprint("openlm-research/open_lama_7b")
 
 
+@pytest.mark.extensions
 def test_a_plan_suggests_a_name_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models/llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -196,6 +200,7 @@ def test_quantised_weights_are_planned_where_the_gpu_has_no_bfloat16(tmp_path: P
     assert found.fits
 
 
+@pytest.mark.extensions
 def test_a_device_is_large_enough_too_small_or_too_close_to_say() -> None:
     memory = planned(devices=2, strategy="fsdp", strategy__cpu_offload=True).memory
     low, high = memory.low_bytes, memory.high_bytes
@@ -357,6 +362,7 @@ def test_without_a_gpu_a_plan_is_for_the_cpu_and_its_host_memory(
     assert "does not fit" in shown and says(shown, "of the 1.0 MiB of host memory")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("keys", [["--kernels", "liger"], ["--accelerator", "cuda"]])
 def test_a_recipe_that_cannot_run_here_is_refused_with_how_to_plan_it_elsewhere(
     keys: list[str], monkeypatch: pytest.MonkeyPatch
@@ -739,6 +745,7 @@ def test_the_runs_of_a_sweep_are_planned_with_the_keys_for_all_of_them(
     assert (lora["name"], lora["method"], lora["max_seq_length"]) == ("few", "lora", 64)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("width", "there", "left_out"),
     [(140, "host", None), (114, "gradients", "host"), (70, "precision", "gradients")],
@@ -823,6 +830,7 @@ def test_a_plan_is_for_the_longest_sample_that_training_makes(
     assert " tokens: the longest sample" in capsys.readouterr().out
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_longest_sample_of_several_sources_is_planned_for(
     long_data: str, short_data: str, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -842,6 +850,7 @@ def test_the_longest_sample_of_several_sources_is_planned_for(
     assert found.trained.at_least == lengths.max() + 1, "not every epoch has the longest"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_longest_sample_of_sets_to_validate_on_is_planned_for(
     long_data: str, short_data: str, cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -862,6 +871,7 @@ def test_the_longest_sample_of_sets_to_validate_on_is_planned_for(
     assert found.trained == alone.trained
 
 
+@pytest.mark.extensions
 def test_lengths_of_conversations_are_unknown_without_the_tokenizer(
     tmp_path: Path, tiny_base: Path
 ) -> None:
@@ -887,6 +897,7 @@ def test_without_the_tokenizer_the_bytes_are_the_bound(
     assert "no tokenizer found" in bound.words
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("model", "given", "tokens", "source"),
     [
@@ -1022,6 +1033,7 @@ def test_fit_lists_changes_that_fit_with_command_lines_that_plan_the_same(
         assert again["peak_bytes"] == change["plan"]["peak_bytes"]
 
 
+@pytest.mark.extensions
 def test_on_a_narrow_terminal_words_stay_whole_and_commands_can_be_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

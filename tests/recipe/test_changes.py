@@ -110,6 +110,7 @@ def test_the_layers_that_a_recipe_names_are_fixed(keys: dict[str, Any], line: st
     assert refused(recipe(lora_value="true"), recipe(**keys)) == [line]
 
 
+@pytest.mark.extensions
 def test_options_of_an_objective_are_fixed_and_a_default_may_be_written_out() -> None:
     saved = recipe(objective="dpo")
     assert refused(saved, recipe(objective="dpo", objective__beta=0.2)) == [
@@ -118,6 +119,7 @@ def test_options_of_an_objective_are_fixed_and_a_default_may_be_written_out() ->
     assert refused(saved, recipe(objective="dpo", objective__beta=0.1)) == []
 
 
+@pytest.mark.extensions
 def test_the_type_of_adapter_and_its_options_are_fixed_but_for_dropout() -> None:
     saved = recipe(peft="vera", peft__r=64)
     assert refused(recipe(), saved) == ["peft lora -> vera"]
@@ -139,6 +141,7 @@ def test_another_method_says_all(saved: str, now: str) -> None:
     assert refused(recipe(saved, seed=1), recipe(now)) == [f"method {saved} -> {now}"]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
@@ -167,6 +170,7 @@ def test_keys_that_decide_how_it_is_trained_may_change_with_a_notice(
     assert changed(recipe(), recipe(**keys)) == [line]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "keys",
     [
@@ -186,6 +190,7 @@ def test_hardware_paths_and_intervals_are_free(keys: dict[str, Any]) -> None:
 # --- Optimizers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("saved", "now", "carried"),
     [

@@ -57,6 +57,7 @@ def test_a_set_may_be_an_object() -> None:
     assert read(("eval.sets.own", "{path: a.jsonl}")).eval.sets == {"own": {"path": "a.jsonl"}}
 
 
+@pytest.mark.extensions
 def test_every_text_option_of_every_kind_of_data_is_known() -> None:
     parameters = [
         parameter

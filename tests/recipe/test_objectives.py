@@ -59,6 +59,7 @@ OPTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("name", "options", "words"), OPTIONS)
 def test_options_out_of_range_are_refused(
     name: str, options: dict[str, Any], words: tuple[str, ...]
@@ -81,6 +82,7 @@ SETTINGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("name", "keys", "words"), SETTINGS)
 def test_settings_that_contradict_the_objective_are_refused(
     name: str, keys: dict[str, Any], words: tuple[str, ...]
@@ -100,6 +102,7 @@ WITHOUT_REFERENCE: list[tuple[Method, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("method", "keys", "words"), WITHOUT_REFERENCE)
 def test_a_second_model_in_memory_has_to_be_asked_for(
     method: Method, keys: dict[str, Any], words: str
@@ -123,6 +126,7 @@ BESIDE: list[tuple[Method, dict[str, Any], tuple[str, str, str | None] | None]] 
 ]  # fmt: skip
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("method", "keys", "expected"), BESIDE)
 def test_a_model_is_held_beside_the_trained_one_where_nothing_else_gives_its_numbers(
     method: Method, keys: dict[str, Any], expected: tuple[str, str, str | None] | None

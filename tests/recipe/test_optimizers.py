@@ -47,6 +47,7 @@ def test_what_a_strategy_cannot_run_is_refused_with_what_works(strategy: str) ->
             plan(optimizer, instead)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
 @pytest.mark.parametrize("name", ["torch.optim.Adafactor", *BY_NORMS])
 def test_updates_of_whole_parameters_are_refused_where_ranks_have_parts(
@@ -55,6 +56,7 @@ def test_updates_of_whole_parameters_are_refused_where_ranks_have_parts(
     assert says(message_of(plan, name, strategy), f"optimizer is {name} ... whole ... ddp")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     {
@@ -71,6 +73,7 @@ def test_what_cannot_fine_tune_is_refused(optimizer: str, message: str) -> None:
         assert says(message_of(plan, optimizer, strategy), message)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("saved", "now", "is_same"),
     [

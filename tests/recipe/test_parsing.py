@@ -194,6 +194,7 @@ MULTI_GPU = {
 }
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", MULTI_GPU)
 def test_the_multi_gpu_experiments_parse_to_their_settings(name: str) -> None:
     recipe = read_recipe([RECIPES / "multi_gpu" / f"{name}.yaml"])
@@ -214,9 +215,11 @@ def test_every_multi_gpu_recipe_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(RECIPES)))
 class TestEveryRecipe:
+    @pytest.mark.extensions
     def test_is_of_the_method_its_keys_say(self, file: Path) -> None:
         assert read_recipe([file]).method == ("lora" if "lora_r" in file.read_text() else "full")
 
+    @pytest.mark.extensions
     def test_survives_json_and_yaml(self, file: Path, tmp_path: Path) -> None:
         recipe = read_recipe([file])
         assert from_dict(to_dict(recipe), recipe.method) == recipe
@@ -386,6 +389,7 @@ def test_a_recorded_recipe_is_read_as_it_stands_whatever_version_wrote_it(tmp_pa
 # --- Mistakes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("line", "nearest"),
     [
@@ -424,6 +428,7 @@ def test_a_key_without_a_similar_one_points_to_the_help() -> None:
     assert "See ftkit finetune --help" in refusal(line="--xyzzy 3")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -152,6 +152,7 @@ def test_training_in_pure_float16_is_refused_with_a_precision_that_works(
     assert plan(machine, precision=instead, **keys).precision == instead
 
 
+@pytest.mark.extensions
 def test_deepspeed_trains_float16_with_masters_in_float32_of_its_own() -> None:
     assert plan(GPU, precision="16-true", strategy="deepspeed").precision == "16-true"
 
@@ -204,10 +205,12 @@ class TestSeveralGpusWithoutBfloat16:
 
         monkeypatch.setattr(DeepSpeedRules, "is_installed", True)
 
+    @pytest.mark.extensions
     def test_default_settings_of_lora_are_ddp_in_float16(self) -> None:
         made = plan(FOUR_OLD_GPUS, devices=4)
         assert (made.strategy, made.precision, made.notices) == ("ddp", "16-mixed", ())
 
+    @pytest.mark.extensions
     def test_a_full_fine_tune_is_deepspeed_with_everything_on_the_gpus(self) -> None:
         from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions
 
@@ -217,6 +220,7 @@ class TestSeveralGpusWithoutBfloat16:
         (notice,) = made.notices
         assert says(notice, "V100 ... bfloat16 ... fsdp ... 16-mixed ... deepspeed with 16-mixed")
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize(
         ("keys", "installed", "advice"),
         [
@@ -238,10 +242,12 @@ class TestSeveralGpusWithoutBfloat16:
         (notice,) = made.notices
         assert says(notice, f"V100 ... bfloat16 ... slower ... {advice}")
 
+    @pytest.mark.extensions
     def test_the_plan_is_the_same_wherever_it_is_made_again(self) -> None:
         once = plan(FOUR_OLD_GPUS, method="full", devices=4)
         assert make_plan(once.recipe, FOUR_OLD_GPUS) == once
 
+    @pytest.mark.extensions
     @pytest.mark.parametrize("installed", [True, False])
     @pytest.mark.parametrize("optimizer", ["AdamW", EIGHT_BIT])
     def test_explicit_settings_are_refused_with_a_remedy(
@@ -256,12 +262,14 @@ class TestSeveralGpusWithoutBfloat16:
         for key, value in words:
             assert plan(FOUR_OLD_GPUS, **keys | {key: value}).notices == ()
 
+    @pytest.mark.extensions
     def test_emulated_bfloat16_is_kept_with_advice_that_works(self) -> None:
         keys = {"devices": 4, "strategy": "fsdp", "precision": "bf16-mixed"}
         (notice,) = plan(FOUR_OLD_GPUS, **keys).notices
         assert notice.endswith("Try --precision 32-true.")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
 @pytest.mark.parametrize("devices", [CPU, FOUR_GPUS])
 def test_every_strategy_runs_on_cpus_and_gpus(strategy: str, devices: Devices) -> None:
@@ -269,6 +277,7 @@ def test_every_strategy_runs_on_cpus_and_gpus(strategy: str, devices: Devices) -
     assert (made.strategy, made.world_size) == (strategy, 2)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -290,6 +299,7 @@ def test_a_strategy_without_options_has_its_defaults(
     assert dataclasses.asdict(plan(FOUR_GPUS, strategy=strategy, devices=4).options) == options
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -380,6 +390,7 @@ def test_single_on_several_devices_is_a_contradiction() -> None:
     assert says(message, "strategy is single ... devices x num_nodes is 4")
 
 
+@pytest.mark.extensions
 def test_an_unknown_strategy_names_those_there_are() -> None:
     assert says(
         refusal(strategy="dpp"),
@@ -514,6 +525,7 @@ def test_patience_that_cannot_end_a_run_suggests_an_interval_that_can() -> None:
     assert check_validations(settings, settings.interval, 100, takes_best=False) == []
 
 
+@pytest.mark.extensions
 def test_the_best_checkpoint_can_only_be_the_result_if_one_is_validated() -> None:
     assert check_validations(Eval(), 100, 100, takes_best=True) == []
     unvalidated = Eval(interval=100, final_validation=False)
@@ -534,6 +546,7 @@ def test_an_interval_of_zero_never_validates() -> None:
 IN_BACKWARD = {"train__optimizer_in_backward": True, "train__global_batch_size": 4}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("machine", "keys", "words"),
     [
@@ -574,6 +587,7 @@ def test_updates_in_the_backward_pass_take_one_micro_step(keys: dict[str, object
 # --- Settings that exclude each other -----------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("machine", "keys", "message"),
     [
@@ -614,6 +628,7 @@ def test_settings_that_exclude_each_other_are_refused_with_options_that_work(
         assert plan(machine, **keys | {key.replace(".", "__"): value})
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("machine", "keys", "message"),
     [
@@ -649,6 +664,7 @@ def test_rounded_products_that_are_not_possible_are_refused_with_options_that_wo
         assert plan(here, **keys | {key.replace(".", "__"): value})
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("key", ["float8", "qat__weights"])
 def test_rounded_products_need_torchao(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
@@ -664,6 +680,7 @@ def test_on_cpus_a_notice_says_that_offloading_has_no_effect() -> None:
     assert not any("offload" in notice for notice in plan(GPU, **keys).notices)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "shards", "sharded"),
     [
@@ -688,6 +705,7 @@ def test_a_model_beside_is_sharded_where_the_trained_one_is_whole(
     assert not made.notices
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "shards", "why"),
     [

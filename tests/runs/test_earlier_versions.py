@@ -181,6 +181,7 @@ def test_its_checkpoints_are_listed_and_verified_and_damage_is_detected(
         assert shard.name in said("checkpoints", "verify", place / name, code=1)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", NAMES)
 def test_its_recipe_has_the_same_meaning_today(
     name: str, place: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,6 +199,7 @@ def test_its_recipe_has_the_same_meaning_today(
         assert now[key] == of_today[key], key
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", NAMES)
 def test_its_command_line_has_the_same_meaning_today(name: str, place: Path, said: Said) -> None:
     """But for the defaults that a run keeps when it continues."""

@@ -117,6 +117,7 @@ def test_auto_begins_a_run_without_checkpoints(out: Path) -> None:
     assert find_start(recipe(out, resume="auto")) is None
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("saved", "keys", "message"),
     [
@@ -664,6 +665,7 @@ def test_leftovers_of_a_crash_are_removed_first(
         assert sorted(p.name for p in store.directory.glob(".*")) == []
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("keys", [{"resume": "auto"}, {"resume": 5}, {"resume": 10}], ids=str)
 def test_a_later_mistake_leaves_everything_as_it_was(
     make_recipe: Callable[..., Recipe], out: Path, keys: dict[str, Any]

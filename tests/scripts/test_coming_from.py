@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.extensions
 def test_the_document_is_what_the_tables_say() -> None:
     made = subprocess.run(
         [sys.executable, ROOT / "scripts/coming_from"], capture_output=True, text=True, check=True
@@ -18,6 +21,7 @@ def test_packing_is_found_by_its_name() -> None:
     assert "## Packing" in (ROOT / "docs/coming-from.md").read_text()
 
 
+@pytest.mark.extensions
 def test_examples_of_a_tool_are_counted_with_what_keeps_them_out(tmp_path: Path) -> None:
     examples = tmp_path / "examples"
     examples.mkdir()

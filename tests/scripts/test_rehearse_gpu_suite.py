@@ -96,6 +96,7 @@ def test_machine_and_wheels_have_what_the_package_needs_and_each_wheel_has_a_pin
     assert all("==" in pin for pin in pins)
 
 
+@pytest.mark.extensions
 def test_the_tree_that_travels_has_what_git_knows_and_no_environment() -> None:
     files = travel.tree_files()
     assert Path("scripts/gpu_suite") in files
@@ -111,6 +112,7 @@ def pack(archive: Path, done: list[str], left: list[str]) -> None:
         packed.addfile(entry, io.BytesIO(content))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("runs", "said"),
     [
@@ -148,6 +150,7 @@ def test_a_rehearsal_goes_on_until_nothing_is_left(
     assert len(copies) == len(set(copies)) == len(runs)
 
 
+@pytest.mark.extensions
 def test_a_rehearsal_goes_on_from_the_results_of_an_earlier_one(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

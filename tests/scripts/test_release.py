@@ -227,6 +227,7 @@ def refused(checkout: Path, *changes: tuple[str, str, str], tag: str = "") -> st
     return done.stderr
 
 
+@pytest.mark.extensions
 def test_a_version_that_is_not_ready_is_refused_with_all_that_is_missing(checkout: Path) -> None:
     version = ftkit.__version__
     said = refused(checkout, ("CHANGELOG.md", "(2026-11-30)", "(unreleased)"))
@@ -238,6 +239,7 @@ def test_a_version_that_is_not_ready_is_refused_with_all_that_is_missing(checkou
     assert f"{version} is not newer than {version}" in refused(checkout, tag=f"v{version}")
 
 
+@pytest.mark.extensions
 def test_releasing_tags_nothing_and_leaves_the_tree_as_it_was(
     released: tuple[str, Path], checkout: Path
 ) -> None:

@@ -95,6 +95,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@pytest.mark.extensions
 def test_light_modules_import_no_heavy_package() -> None:
     """So that a command answers at once, and a supervisor takes no memory from its ranks."""
     folders = [ROOT / "ftkit" / name.replace(".", "/") for name in LIGHT_PACKAGES]
@@ -143,6 +144,7 @@ NO_MODULES = {
 }
 
 
+@pytest.mark.extensions
 def test_every_name_of_the_package_in_text_is_of_something_that_lives() -> None:
     """In strings of tests, in scripts and in documents, where no import would fail."""
     package = ROOT / "ftkit"
@@ -161,6 +163,7 @@ def test_every_name_of_the_package_in_text_is_of_something_that_lives() -> None:
     assert dead == []
 
 
+@pytest.mark.extensions
 def test_every_source_file_that_a_document_names_exists() -> None:
     named = [
         (document.name, path)

@@ -245,6 +245,7 @@ def ranks_of(case: Case) -> int:
     return 2 if "2" in case.words[:2] else 1
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "name",
     [
@@ -287,6 +288,7 @@ def test_memory_that_is_followed_is_all_that_a_card_gave(machine: OnCard) -> Non
     assert rank.peak_breakdown_bytes.unattributed <= 0.01 * rank.peak_bytes
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("wording", "moment", "rank"),
     [
@@ -528,6 +530,7 @@ def test_one_talks_with_a_result_on_a_card(machine: OnCard) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.extensions
 def test_a_card_that_torch_has_no_kernels_for_is_refused_before_anything_starts(
     machine: OnCard, tmp_path: Path
 ) -> None:

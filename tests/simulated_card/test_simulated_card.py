@@ -58,6 +58,7 @@ def test_devices_do_not_mix(card: Machine) -> None:
     assert all("Expected all tensors to be on the same device" in text for text in refused)
 
 
+@pytest.mark.extensions
 def test_numbers_copies_and_indexes_of_the_host_are_taken(card: Machine) -> None:
     def body() -> list[object]:
         import torch
@@ -71,6 +72,7 @@ def test_numbers_copies_and_indexes_of_the_host_are_taken(card: Machine) -> None
     assert card.run(body) == [[3.0, 4.0, 2.5, 3.5], [3.5], "cuda:0"]
 
 
+@pytest.mark.extensions
 def test_a_result_is_where_its_inputs_are(card: Machine) -> None:
     def body() -> list[str]:
         import torch
@@ -91,6 +93,7 @@ def test_a_result_is_where_its_inputs_are(card: Machine) -> None:
     assert card.run(body) == expected
 
 
+@pytest.mark.extensions
 def test_the_host_cannot_read_the_memory(card: Machine) -> None:
     def numpy() -> str:
         import torch
@@ -114,6 +117,7 @@ def test_the_host_cannot_read_the_memory(card: Machine) -> None:
         card.run(pointer)
 
 
+@pytest.mark.extensions
 def test_a_card_that_is_not_there_is_refused(card: Machine) -> None:
     def body(count: int) -> list[str]:
         import torch
@@ -138,6 +142,7 @@ def test_a_card_that_is_not_there_is_refused(card: Machine) -> None:
 # --- Random numbers -------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_cards_have_generators_of_their_own(card: Machine) -> None:
     def body() -> list[object]:
         import torch
@@ -169,6 +174,7 @@ def test_cards_have_generators_of_their_own(card: Machine) -> None:
 # --- Learning -------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_a_step_gives_the_numbers_of_the_host_and_backward_runs_in_another_thread(
     card: Machine,
 ) -> None:
@@ -198,6 +204,7 @@ def test_a_step_gives_the_numbers_of_the_host_and_backward_runs_in_another_threa
     assert card.run(body) == [True, True]
 
 
+@pytest.mark.extensions
 def test_16_bits_and_checkpoints_of_activations_work(card: Machine) -> None:
     def body() -> None:
         import torch
@@ -222,6 +229,7 @@ def test_16_bits_and_checkpoints_of_activations_work(card: Machine) -> None:
     card.run(body)
 
 
+@pytest.mark.extensions
 def test_packed_weights_are_those_of_the_host(card: Machine) -> None:
     def body() -> bool:
         import torch
@@ -243,6 +251,7 @@ def test_packed_weights_are_those_of_the_host(card: Machine) -> None:
 # --- Memory, streams and events -------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_memory_is_counted_as_torchs_allocator_counts_it(card: Machine) -> None:
     def body() -> list[int]:
         import torch
@@ -285,6 +294,7 @@ def test_a_full_card_says_so_as_torch_does() -> None:
     assert allocated == 2**20
 
 
+@pytest.mark.extensions
 def test_events_that_were_not_recorded_or_take_no_time_raise(card: Machine) -> None:
     def body() -> list[str]:
         import torch
@@ -305,6 +315,7 @@ def test_events_that_were_not_recorded_or_take_no_time_raise(card: Machine) -> N
     assert "enable_timing=True" in untimed
 
 
+@pytest.mark.extensions
 def test_pinned_memory_is_recognised(card: Machine) -> None:
     def body() -> list[bool]:
         import torch
@@ -321,6 +332,7 @@ def test_pinned_memory_is_recognised(card: Machine) -> None:
     assert card.run(body) == [True, True, True, False, False]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("wording", "type_", "words"),
     [
@@ -353,6 +365,7 @@ def test_out_of_memory_has_the_requested_message(
 # --- What is counted ------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_host_waits_are_counted(card: Machine) -> None:
     def body() -> dict[str, int]:
         import torch
@@ -388,6 +401,7 @@ def test_host_waits_are_counted(card: Machine) -> None:
     }
 
 
+@pytest.mark.extensions
 def test_a_process_that_only_asks_for_names_takes_no_memory_of_a_card(card: Machine) -> None:
     def body() -> list[list[int]]:
         import torch
@@ -406,6 +420,7 @@ def test_a_process_that_only_asks_for_names_takes_no_memory_of_a_card(card: Mach
 # --- Kinds of cards -------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_cards_have_properties(card: Machine) -> None:
     def body() -> list[list[object]]:
         import torch
@@ -571,6 +586,7 @@ def _ranks(card: Machine, backend: str) -> list[object]:
     return card.run(body, backend)
 
 
+@pytest.mark.extensions
 def test_nccl_takes_tensors_of_cards_alone(card: Machine) -> None:
     backend, total, gathered, share, said, objects, refused, kinds = _ranks(card, "nccl")
     assert backend == "nccl"
@@ -582,6 +598,7 @@ def test_nccl_takes_tensors_of_cards_alone(card: Machine) -> None:
     assert {what: kinds[what] for what in expected} == expected
 
 
+@pytest.mark.extensions
 def test_a_group_of_both_backends_takes_tensors_of_the_host_too(card: Machine) -> None:
     *found, refused, _ = _ranks(card, "cpu:gloo,cuda:nccl")
     assert found[1] == [3, 3]
@@ -591,6 +608,7 @@ def test_a_group_of_both_backends_takes_tensors_of_the_host_too(card: Machine) -
 # --- Kernels that differ from card to card --------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_experts_without_rows_have_no_gradient_on_any_card(card: Machine) -> None:
     """And the host waits for no card to learn which they are."""
 

@@ -86,6 +86,7 @@ def counted(
     return machine.counts(found.out_dir).of_step(STEP, *kinds)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("place", in_places(PLACES))
 def test_the_host_waits_where_numbers_are_read_and_nowhere_else(
     machine: OnCard, place: str
@@ -188,6 +189,7 @@ def of_check(counts: dict[str, int]) -> int:
     return sum(count for place, count in counts.items() if "training/finite.py:" in place)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "place",
     [
@@ -221,6 +223,7 @@ def test_a_number_read_in_each_micro_step_would_be_noticed(machine: OnCard) -> N
     assert found == WAITS_IN_A_STEP["single"]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("place", in_places(PLACES))
 def test_batches_come_from_pinned_memory(machine: OnCard, place: str) -> None:
     """Seven tensors in a micro-step, and the numbers of its tokens; else only single numbers."""

@@ -47,6 +47,7 @@ def give_gradients(model: LanguageModel) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
+@pytest.mark.extensions
 def test_matrices_of_blocks_are_muons_and_all_else_is_adamws(base: Path) -> None:
     model, optimizer, _ = make(
         base, weight_decay="0.05", ns_steps="4", momentum="0.9", betas="[0.8, 0.95]"

@@ -158,6 +158,7 @@ class HalfOfRows(TorchState):
         return replace(super().local(self.local_values(tensor), kind), replicated=False)
 
 
+@pytest.mark.extensions
 def test_a_state_without_a_place_is_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     from ftkit.extensions.deepspeed.deepspeed import ZeroState
 

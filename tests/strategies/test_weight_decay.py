@@ -36,6 +36,7 @@ def outlined(directory: Path, method: Any, **keys: Any) -> tuple[LanguageModel, 
     return model, recipe
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [

@@ -16,6 +16,7 @@ from ftkit.runs.report.report import read_report
 DAYS_S = 2 * 24 * 3600.0
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("shift_s", [-DAYS_S, DAYS_S])
 def test_phases_are_as_long_as_they_took(
     shift_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

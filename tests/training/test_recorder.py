@@ -82,6 +82,7 @@ def first_session(tmp_path: Path) -> Metadata:
         return metadata_of(recorder)
 
 
+@pytest.mark.extensions
 def test_progress_and_loss_are_of_the_whole_run(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
@@ -97,6 +98,7 @@ def test_progress_and_loss_are_of_the_whole_run(tmp_path: Path) -> None:
     assert read_report(tmp_path / "out/.run/rank-0").loss == loss
 
 
+@pytest.mark.extensions
 def test_terms_of_an_objective_are_of_the_whole_run_and_in_both_tables(tmp_path: Path) -> None:
     names = "accuracy", "chosen_reward", "margin", "odds_ratio_loss", "rejected_reward", "sft_loss"
     with make_recorder(tmp_path, objective="orpo") as recorder:
@@ -132,6 +134,7 @@ def test_a_validation_loss_that_is_no_number_is_no_better() -> None:
     assert loss.validations_since_best == 2, "an equal one is no better"
 
 
+@pytest.mark.extensions
 def test_what_was_asked_before_training_is_still_known(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
@@ -143,6 +146,7 @@ def test_what_was_asked_before_training_is_still_known(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.extensions
 def test_tokens_times_and_throughput_are_of_the_session(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
@@ -155,6 +159,7 @@ def test_tokens_times_and_throughput_are_of_the_session(tmp_path: Path) -> None:
     assert recorder.tokens == 12_000
 
 
+@pytest.mark.extensions
 def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_path: Path) -> None:
     slow = {"duration_s": 5.0, "parts_s": dict.fromkeys(PARTS, 1.0)}
     with make_recorder(tmp_path) as recorder:
@@ -174,6 +179,7 @@ def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_pat
     assert rows[4]["tokens_per_s"] == pytest.approx(200)
 
 
+@pytest.mark.extensions
 def test_the_imbalance_is_the_mean_of_the_session(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start, devices=2) as recorder:
@@ -181,6 +187,7 @@ def test_the_imbalance_is_the_mean_of_the_session(tmp_path: Path) -> None:
     assert recorder.report.throughput.rank_imbalance == pytest.approx(1.25)
 
 
+@pytest.mark.extensions
 def test_seconds_of_training_add_up_and_count_the_running_ones(tmp_path: Path) -> None:
     start = dataclasses.replace(first_session(tmp_path), training_s=100.0)
     with make_recorder(tmp_path, start) as recorder:
@@ -194,6 +201,7 @@ def test_seconds_of_training_add_up_and_count_the_running_ones(tmp_path: Path) -
         assert recorder.training_s == held
 
 
+@pytest.mark.extensions
 def test_time_after_the_run_counts_for_no_phase(tmp_path: Path) -> None:
     with make_recorder(tmp_path) as recorder:
         recorder.enter("saving")
@@ -206,6 +214,7 @@ def test_time_after_the_run_counts_for_no_phase(tmp_path: Path) -> None:
     assert recorder.report.phase == "saving"
 
 
+@pytest.mark.extensions
 def test_the_logs_have_every_step_once(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
@@ -226,6 +235,7 @@ class Experts(torch.nn.Module):
         return hidden
 
 
+@pytest.mark.extensions
 def test_the_loss_of_routers_and_the_load_of_experts_are_told_where_there_are_any(
     tmp_path: Path,
 ) -> None:
@@ -253,6 +263,7 @@ def test_the_loss_of_routers_and_the_load_of_experts_are_told_where_there_are_an
     )
 
 
+@pytest.mark.extensions
 def test_without_experts_there_is_neither(tmp_path: Path) -> None:
     with make_recorder(tmp_path) as recorder:
         train(recorder, range(1, 3))
@@ -261,6 +272,7 @@ def test_without_experts_there_is_neither(tmp_path: Path) -> None:
     assert recorder.report.loss.router_aux_loss is None
 
 
+@pytest.mark.extensions
 def test_a_third_session_carries_all_of_the_two_before(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start) as recorder:
@@ -273,6 +285,7 @@ def test_a_third_session_carries_all_of_the_two_before(tmp_path: Path) -> None:
     assert recorder.report.loss.last == 10.0 / 12
 
 
+@pytest.mark.extensions
 def test_a_checkpoint_holds_the_loss_of_its_own_step(tmp_path: Path) -> None:
     with make_recorder(tmp_path) as recorder:
         train(recorder, range(1, 4))
@@ -280,6 +293,7 @@ def test_a_checkpoint_holds_the_loss_of_its_own_step(tmp_path: Path) -> None:
         assert recorder.carried()["exact_match"] is None
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("inside", [True, False])
 def test_the_report_says_where_the_session_went_on_from(inside: bool, tmp_path: Path) -> None:
     start = first_session(tmp_path)
@@ -293,6 +307,7 @@ def test_the_report_says_where_the_session_went_on_from(inside: bool, tmp_path: 
     assert resumed.changes == ["optimizer.lr: 0.001 -> 0.002"]
 
 
+@pytest.mark.extensions
 def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +328,7 @@ def test_a_full_disk_stops_nothing_and_the_last_report_has_reserved_space(
     assert read_report(tmp_path / "out/.run/rank-0").progress.steps == 3
 
 
+@pytest.mark.extensions
 def test_checkpoints_are_counted_and_timed(tmp_path: Path) -> None:
     with make_recorder(tmp_path) as recorder:
         assert recorder.report.checkpoints is None

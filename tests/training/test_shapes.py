@@ -138,6 +138,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "case",
     [

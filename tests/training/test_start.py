@@ -25,6 +25,7 @@ def begun_with(base: Path, implementation: Implementation) -> StartingPoint:
     return StartingPoint(metadata=some_metadata(7, base=BaseIdentity(name="b", fingerprint=known)))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize("implementation", OTHER)
 @pytest.mark.parametrize("has_weights", [True, False], ids=["base", "what a checkpoint has of it"])
@@ -45,6 +46,7 @@ def test_a_run_keeps_its_implementation(
     assert says(message, other, implementation, f"--model_implementation {implementation}")
 
 
+@pytest.mark.extensions
 def test_a_run_of_litgpts_needs_it_wherever_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

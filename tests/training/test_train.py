@@ -277,6 +277,7 @@ def test_a_tied_model_stays_tied(train: Train, tmp_path: Path, data_file: Path) 
     assert found == pytest.approx(result.validation[0]["val_loss"], rel=1e-5)
 
 
+@pytest.mark.extensions
 def test_gradients_are_freed_before_the_forward_of_the_next_step(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +443,7 @@ def test_training_ends_at_the_time_limit_and_the_result_is_kept(train: Train) ->
     assert (result.out_dir / "final").is_dir()
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "changes",
     [{"checkpoint__save": False}, {"checkpoint_dir": "random:pythia-14m"}],

@@ -70,6 +70,7 @@ def test_json_has_the_ids_and_masks_that_a_run_is_trained_on(
     assert source["train"]["lengths"]["longest"] == data.train.lengths.max() + 1
 
 
+@pytest.mark.extensions
 def test_a_pair_is_shown_with_both_answers(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

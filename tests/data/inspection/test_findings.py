@@ -62,6 +62,7 @@ CUT_SHORT = """{%- for message in messages -%}
 {% endfor -%}"""
 
 
+@pytest.mark.extensions
 def test_a_template_that_marks_answers_without_their_end_teaches_no_end(
     model: Path, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_template_that_marks_answers_without_their_end_teaches_no_end(
     assert kinds(look_again(model, data, found)) == set()
 
 
+@pytest.mark.extensions
 def test_an_end_outside_the_vocabulary_ends_nothing(model: Path, tmp_path: Path) -> None:
     """<|im_end|> is some letters for a model that does not have it."""
     data = write_records(tmp_path / "data.jsonl", chats(40))
@@ -83,6 +85,7 @@ def test_an_end_outside_the_vocabulary_ends_nothing(model: Path, tmp_path: Path)
 # --- where prompts end ----------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("end", [" ", ""])
 def test_a_prompt_that_ends_in_a_space_is_a_finding(model: Path, tmp_path: Path, end: str) -> None:
     template = (
@@ -156,6 +159,7 @@ def test_answers_beyond_the_limit_suggest_a_limit_that_holds_them(
     assert again.sources[0].train.left_out == []
 
 
+@pytest.mark.extensions
 def test_a_refusal_of_a_template_is_quoted_with_a_template_that_works(
     model: Path, tmp_path: Path
 ) -> None:
@@ -212,6 +216,7 @@ def with_reasoning(count: int, *, turn: int) -> list[dict[str, Any]]:
     return records
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("kind", "records"),
     [("tools_dropped", with_tools(60)), ("reasoning_dropped", with_reasoning(60, turn=3))],
@@ -228,6 +233,7 @@ def test_a_template_that_leaves_something_out_suggests_one_that_does_not(
     assert again.sources[0].train.used == again.sources[0].train.records
 
 
+@pytest.mark.extensions
 def test_records_with_reasoning_that_is_left_out_are_counted(
     chat_model: Path, tmp_path: Path
 ) -> None:
@@ -237,6 +243,7 @@ def test_records_with_reasoning_that_is_left_out_are_counted(
     assert found is not None and 7 <= int(found[1]) <= 10 and int(found[2]) == 57
 
 
+@pytest.mark.extensions
 def test_reasoning_of_turns_that_are_not_trained_may_be_left_out(
     chat_model: Path, tmp_path: Path
 ) -> None:
@@ -318,6 +325,7 @@ def test_duplicates_within_train_are_counted_without_a_finding(model: Path, tmp_
 # --- system messages ------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 def test_a_style_without_a_place_for_system_messages_drops_them(
     model: Path, tmp_path: Path
 ) -> None:
@@ -329,6 +337,7 @@ def test_a_style_without_a_place_for_system_messages_drops_them(
     assert kinds(again) == set() == kinds(look(model, data, data__prompt_style="qwen2.5"))
 
 
+@pytest.mark.extensions
 def test_a_template_that_drops_system_messages_suggests_one_that_does_not(
     model: Path, tmp_path: Path
 ) -> None:
@@ -353,6 +362,7 @@ OWN = """{{- bos_token }}{%- for message in messages -%}
 {% endfor -%}{%- if add_generation_prompt %}[assistant] {% endif -%}"""
 
 
+@pytest.mark.extensions
 def test_an_unused_chat_template_of_the_base_model_is_named_with_its_key(
     tmp_path: Path,
 ) -> None:
@@ -413,6 +423,7 @@ def pairs(count: int, equal: int, system: str = "") -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.extensions
 def test_pairs_with_the_same_answer_twice_are_counted(model: Path, tmp_path: Path) -> None:
     data = write_records(tmp_path / "pairs.jsonl", pairs(40, equal=3))
     keys = {"objective": "orpo", "data__chat_template": "zephyr", "data__val_split_fraction": 0.5}
@@ -422,6 +433,7 @@ def test_pairs_with_the_same_answer_twice_are_counted(model: Path, tmp_path: Pat
     assert not look(model, write_records(data, pairs(40, equal=0)), **keys).findings
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("labels", "remedy"), [([True], "false"), ([False], "true"), ([1, 0], "")])
 def test_answers_with_one_label_alone_are_a_finding(
     model: Path, tmp_path: Path, labels: list[bool], remedy: str
@@ -440,6 +452,7 @@ def test_answers_with_one_label_alone_are_a_finding(
     assert shown.desirable is bool(label)
 
 
+@pytest.mark.extensions
 def test_system_messages_of_pairs_are_looked_for(model: Path, tmp_path: Path) -> None:
     data = write_records(tmp_path / "pairs.jsonl", pairs(40, equal=0, system="Be brief."))
     template = tmp_path / "own.jinja"

@@ -117,6 +117,7 @@ def test_texts_in_tables_may_be_long(tmp_path: Path) -> None:
     assert len(read_records(tmp_path / "a.csv")[0]["output"]) == 500_000
 
 
+@pytest.mark.extensions
 def test_nulls_of_tables_are_not_values(tmp_path: Path) -> None:
     """Every object of a table has all keys that any of them has."""
     said: list[dict[str, Any]] = [
@@ -139,6 +140,7 @@ def test_nulls_of_tables_are_not_values(tmp_path: Path) -> None:
     assert calls == [call for message in said[2:] for call in message["tool_calls"]]
 
 
+@pytest.mark.extensions
 def test_values_of_mixed_types_are_read_as_the_datasets_library_writes_them(
     tmp_path: Path,
 ) -> None:

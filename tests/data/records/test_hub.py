@@ -296,6 +296,7 @@ class TestOffline:
             read_hub(HubName(name="a/b"), None)
 
 
+@pytest.mark.extensions
 def test_nulls_that_the_table_needs_are_not_values_of_records(served: Hub) -> None:
     """A table gives every object all keys that any of them has."""
     call = {"function": {"name": "sum", "arguments": {"a": 1}}}

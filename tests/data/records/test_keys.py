@@ -49,6 +49,7 @@ def part(index: int, **mark: Any) -> list[Record]:
     return [one | mark if i == index else one for i, one in enumerate(PARTS)]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "columns", "expected"),
     [
@@ -225,6 +226,7 @@ def test_a_key_with_a_meaning_has_its_effect(
 PREFERENCE = "the objective learns from one answer"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "key", "works"),
     [
@@ -374,6 +376,7 @@ def test_later_records_follow_the_same_rules_as_the_first() -> None:
 # Named
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "unused"),
     [
@@ -395,6 +398,7 @@ def test_other_keys_are_named_and_change_nothing(
     assert sorted(names) == sorted(unused)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "columns", "unused"),
     [
@@ -442,6 +446,7 @@ def test_ordinary_tables_keep_working(
     assert sorted(read(row, columns=columns)[1]) == unused
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "record", [chat(), {"prompt": [ASKED], "completion": [SAID]}, {"conversations": SHAREGPT}]
 )
@@ -463,11 +468,13 @@ def test_conversations_have_arguments_of_their_template(record: Record) -> None:
         assert (found["chat_template_kwargs"], unused) == (expected, [])
 
 
+@pytest.mark.extensions
 def test_a_text_called_thinking_is_no_argument() -> None:
     ((found,), unused) = read(chat() | {"thinking": "Hm."})
     assert "chat_template_kwargs" not in found and unused == ["thinking"]
 
 
+@pytest.mark.extensions
 def test_both_answers_of_a_pair_have_its_arguments() -> None:
     reader = reader_of(None, preference="pairs")
     row = {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID], "enable_thinking": False}
@@ -480,6 +487,7 @@ def test_both_answers_of_a_pair_have_its_arguments() -> None:
 EMPTY: list[Any] = [None, "", [], {}, [None], [""], {"bytes": None}]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("value", EMPTY)
 @pytest.mark.parametrize("record", [chat(), INSTRUCTION, COMPLETION, TEXT])
 def test_an_empty_value_does_not_use_a_key(record: Record, value: Any) -> None:
@@ -491,6 +499,7 @@ def test_an_empty_value_does_not_use_a_key(record: Record, value: Any) -> None:
     assert read(record | dict.fromkeys(keys, value)) == ([record], [])
 
 
+@pytest.mark.extensions
 def test_an_empty_value_of_a_message_does_not_use_a_key() -> None:
     keys = ("thinking", "reasoning", "loss", "weight", "train", "loss_weight", "loss_scale")
     for value in (None, ""):
@@ -498,6 +507,7 @@ def test_an_empty_value_of_a_message_does_not_use_a_key() -> None:
         assert read(row) == ([chat()], [])
 
 
+@pytest.mark.extensions
 def test_a_prompt_without_an_answer_may_have_a_label() -> None:
     record = {"prompt": [ASKED], "label": True}
     assert read(record, answered=False)[0] == [{"messages": [ASKED]}]

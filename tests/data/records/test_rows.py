@@ -20,6 +20,7 @@ def records(*rows: Any) -> list[Any]:
     return RecordReader().records(enumerate(rows), str)
 
 
+@pytest.mark.extensions
 def test_a_null_of_an_object_is_no_key_of_it_however_deep() -> None:
     call = {"name": "sun", "arguments": {"city": "red", "day": None, "at": {"h": 1, "min": None}}}
     tool = {
@@ -43,12 +44,14 @@ def test_a_null_of_an_object_is_no_key_of_it_however_deep() -> None:
     }
 
 
+@pytest.mark.extensions
 def test_json_text_says_itself_what_is_null() -> None:
     call = {"name": "sun", "arguments": '{"day": null}'}
     (record,) = records({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]})
     assert record["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"day": None}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("empty", [None, "", []])
 @pytest.mark.parametrize(
     ("row", "shape"),
@@ -88,6 +91,7 @@ def read(file: Path, *rows: dict[str, str], **options: Any) -> RecordSet:
     )
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("true", "false"), [("true", "false"), ("True", "False"), ("TRUE", "FALSE"), ("1", "0"),
                         ("1.0", "0.0"), (" true", "false ")]
@@ -98,6 +102,7 @@ def test_a_label_in_a_cell_is_one(tmp_path: Path, true: str, false: str) -> None
     assert [record["desirable"] for record in found.train] == [True, False]
 
 
+@pytest.mark.extensions
 def test_a_label_in_a_cell_that_says_neither_is_refused_as_in_every_format(tmp_path: Path) -> None:
     row = {"prompt": "2 + 2?", "completion": "4", "label": "good"}
     message = message_of(read, tmp_path / "a.csv", row, preference="labels")
@@ -106,6 +111,7 @@ def test_a_label_in_a_cell_that_says_neither_is_refused_as_in_every_format(tmp_p
     assert says(message, "label ... unwanted", "--objective kto")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -125,6 +131,7 @@ def test_a_cell_has_the_type_of_its_key(
     assert read(tmp_path / "a.csv", row).train == [expected]
 
 
+@pytest.mark.extensions
 def test_a_cell_has_the_type_of_the_key_that_it_is_named_for(tmp_path: Path) -> None:
     said = [{"who": "user", "content": "2 + 2?"}, {"who": "assistant", "content": "4"}]
     found = read(
@@ -135,6 +142,7 @@ def test_a_cell_has_the_type_of_the_key_that_it_is_named_for(tmp_path: Path) -> 
     assert found.train == [{"messages": [USER, ANSWER]}]
 
 
+@pytest.mark.extensions
 def test_messages_in_a_cell_that_are_not_json_are_refused_with_what_works(tmp_path: Path) -> None:
     message = message_of(read, tmp_path / "a.csv", {"messages": str([USER, ANSWER])})
     assert says(message, "record 1", "messages is a text", "as JSON")

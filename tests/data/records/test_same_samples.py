@@ -186,6 +186,7 @@ def write_all(directory: Path, rows: list[Row]) -> list[Path]:
     return sorted(path for path in directory.iterdir())
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", [*WITHOUT_MESSAGES, *WITH_MESSAGES])
 def test_every_format_gives_the_same_samples(
     name: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ def shape_of(row: Record) -> str:
     return reader.finish("here").shape
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "shape"),
     [

@@ -33,6 +33,7 @@ NAMES = {"messages": "dialog", "role": "speaker", "content": "text"}
 ROLES = {"user_role": "Customer", "assistant_role": "Bot"}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
@@ -82,6 +83,7 @@ def test_keys_and_roles_of_messages_may_have_other_names(
     assert set(reader.unused.names) <= {"text"}
 
 
+@pytest.mark.extensions
 def test_answers_of_pairs_may_have_other_names_of_keys() -> None:
     reader = reader_of({"role": "who", "assistant_role": "Bot"}, preference="pairs")
     halves = [[{"who": "Bot", "content": text}] for text in "!."]
@@ -91,11 +93,13 @@ def test_answers_of_pairs_may_have_other_names_of_keys() -> None:
     assert found["rejected"]["messages"][1]["content"] == "."
 
 
+@pytest.mark.extensions
 def test_names_inside_messages_do_not_choose_the_answer_of_a_pair() -> None:
     row = {"messages": SAID, "rejected_response": "."}
     assert "rejected" in refusal(row, columns={"assistant_role": "Bot"})
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
@@ -109,6 +113,7 @@ def test_a_name_inside_messages_that_none_has_is_refused(
     assert says(refusal({"messages": SAID}, columns=columns), reason)
 
 
+@pytest.mark.extensions
 def test_an_unknown_role_is_refused_with_how_to_name_it() -> None:
     row = {"messages": [{"role": "Bot", "content": "!"}]}
     assert says(refusal(row), "role is 'Bot' ... --data.columns.assistant_role")
@@ -117,6 +122,7 @@ def test_an_unknown_role_is_refused_with_how_to_name_it() -> None:
 # Recognised
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "shape", "counted"),
     [
@@ -163,6 +169,7 @@ def test_the_keys_of_the_first_record_tell_the_shape(row: Record, shape: str, co
     assert form.counted(52_002).startswith("52,002 ")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("columns", "row", "expected", "keys"),
     [
@@ -206,6 +213,7 @@ def test_a_named_column_must_be_in_some_record() -> None:
     assert says(reason, "data.columns.input is context ... a.jsonl")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "answered"),
     [
@@ -222,6 +230,7 @@ def test_a_prompt_needs_no_answer(row: Record, answered: Record) -> None:
 # Refused
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "works"),
     [
@@ -257,6 +266,7 @@ def test_wanted_and_unwanted_completions_are_refused() -> None:
     assert len(read(row | {"label": 3})[0]) == 1
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "reason", "works"),
     [
@@ -290,6 +300,7 @@ def test_a_record_that_does_not_fit_is_refused_with_what_works(
     assert says(text, reason) and says(advice, works)
 
 
+@pytest.mark.extensions
 def test_a_record_of_another_shape_is_refused() -> None:
     rows = [{"instruction": "a", "output": "b"}, {"messages": SAID}]
     reason = refusal(*rows)
@@ -315,6 +326,7 @@ def conversation(*messages: Any, **others: Any) -> Record:
     return read({"messages": list(messages), **others})[0][0]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -330,6 +342,7 @@ def test_roles_are_known_by_their_names_elsewhere(theirs: str, ours: str) -> Non
     assert conversation({"role": theirs, "content": "a"}) == record
 
 
+@pytest.mark.extensions
 def test_what_a_message_may_hold_is_kept_and_nothing_else() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "c1"}
     messages: list[Record] = [
@@ -343,6 +356,7 @@ def test_what_a_message_may_hold_is_kept_and_nothing_else() -> None:
     assert conversation(*messages)["messages"] == expected
 
 
+@pytest.mark.extensions
 def test_parts_of_texts_are_joined() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     (message,) = conversation({"role": "user", "content": parts})["messages"]
@@ -353,6 +367,7 @@ ARGUMENTS = {"city": "Köln", "days": [1, None]}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "calls",
     [
@@ -368,11 +383,13 @@ def test_tool_calls_have_one_form(calls: object) -> None:
     assert conversation(said)["messages"] == [said | {"content": "", "tool_calls": [CALL]}]
 
 
+@pytest.mark.extensions
 def test_calls_alone_may_say_whether_they_are_trained() -> None:
     said = {"role": "assistant", "tool_calls": [CALL], "train": False}
     assert conversation(said)["messages"] == [said | {"content": ""}]
 
 
+@pytest.mark.extensions
 def test_calls_and_results_may_be_turns_of_their_own() -> None:
     """As ms-swift writes them: turns behind each other are calls at one time."""
     text = json.dumps(CALL["function"])
@@ -393,6 +410,7 @@ def part_of(kind: str, text: str, **others: Any) -> Record:
     return {"type": kind, "value": text, **others}
 
 
+@pytest.mark.extensions
 def test_parts_may_be_thoughts_and_calls() -> None:
     """As LLaMA-Factory v1 writes them."""
     parts = [
@@ -420,6 +438,7 @@ def test_parts_may_be_thoughts_and_calls() -> None:
     assert message["spans"] == [[7, 12, 0.5]]
 
 
+@pytest.mark.extensions
 def test_turns_of_sharegpt_may_be_calls_of_tools() -> None:
     turns = [
         {"from": "human", "value": "Weather?"},
@@ -443,6 +462,7 @@ def test_turns_of_sharegpt_may_be_calls_of_tools() -> None:
     ]
 
 
+@pytest.mark.extensions
 def test_a_system_prompt_beside_the_messages_is_their_first_unless_they_have_one() -> None:
     first = {"role": "system", "content": "Own."}
     assert conversation(*SAID, system="Other.")["messages"][0]["content"] == "Other."
@@ -450,11 +470,13 @@ def test_a_system_prompt_beside_the_messages_is_their_first_unless_they_have_one
     assert conversation(*SAID, system="")["messages"] == SAID
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("tools", [None, [], "[]", ""])
 def test_empty_tools_are_left_out(tools: object) -> None:
     assert conversation(*SAID, tools=tools) == {"messages": SAID}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("mark", "expected"),
     [
@@ -471,6 +493,7 @@ def test_a_turn_may_say_whether_it_is_trained(mark: Record, expected: Record) ->
     assert conversation(SAID[0], said | mark)["messages"][1] == said | expected
 
 
+@pytest.mark.extensions
 def test_turns_of_a_prompt_are_not_trained() -> None:
     prompt = [*SAID, {"role": "user", "content": "And?"}]
     ((record,), _) = read({"prompt": prompt, "completion": [SAID[1]]})
@@ -478,12 +501,14 @@ def test_turns_of_a_prompt_are_not_trained() -> None:
     assert marks == [None, False, None, None]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "?"}]])
 def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> None:
     """As a record with an empty output is: it becomes no sample, and is counted."""
     assert conversation(*messages) == {"messages": messages}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("message", "others", "reason"),
     [
@@ -557,6 +582,7 @@ def test_an_invalid_message_is_refused(message: Any, others: Record, reason: str
     assert says(text, reason) and "\n" in text
 
 
+@pytest.mark.extensions
 def test_messages_are_a_list() -> None:
     assert says(refusal({"messages": "[]"}), "messages ... list")
     assert says(refusal({"messages": SAID}, {"id": 1}), "messages ... id")
@@ -569,6 +595,7 @@ def test_nothing_in_a_record_is_executed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("row", "pairs", "one", "several"),
     [

@@ -154,6 +154,7 @@ def test_a_sequence_with_more_tokens_than_the_budget_runs_alone() -> None:
     assert found == [[[3]], [[1]], [[0, 2, 4]]]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("padding_free", "longest", "samples", "tokens"),
     [(True, 200, 16, 1000), (False, 200, 5, None), (False, 300, 3, None), (False, 2000, 1, None)],

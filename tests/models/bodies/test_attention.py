@@ -163,6 +163,7 @@ def test_padded_sequences_give_the_logits_of_litgpt(family: str, kernel: Attenti
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", LITGPT_ONLY)
 def test_families_of_litgpts_layout_take_rows(name: str, tmp_path: Path) -> None:
     base = open_base(str(make_litgpt_only(tmp_path, name)))

@@ -72,6 +72,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write_chat_tokenizer(tmp_path_factory.mktemp("chats")))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("of_run", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 @pytest.mark.parametrize("of_record", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 @pytest.mark.parametrize("name", ["gemma 4", "glm 4.7", "nemotron 3"])
@@ -98,6 +99,7 @@ def test_an_answer_is_learned_after_the_prompt_with_its_arguments(
     assert ("</think>" in answer) == (name != "gemma 4" and thinks is not False)
 
 
+@pytest.mark.extensions
 def test_parts_without_loss_are_found_with_arguments(tokenizer: Tokenizer) -> None:
     from ftkit.extensions.chats.rendering import ChatRenderer
 

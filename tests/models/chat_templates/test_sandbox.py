@@ -215,6 +215,7 @@ class TestTheProcess:
         for result, reason in zip(found, refused, strict=False):
             assert reason in str(result) if reason else result is None
 
+    @pytest.mark.extensions
     @pytest.mark.usefixtures("short")
     def test_a_conversation_with_too_many_turns_to_render_each_is_refused(self) -> None:
         from ftkit.extensions.chats.turns import TurnFinder

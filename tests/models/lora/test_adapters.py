@@ -56,6 +56,7 @@ def logits_of_peft(
 # --- Variants -----------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["llama", "tied llama", "gpt-neox"])
@@ -92,6 +93,7 @@ def test_an_adapter_is_drawn_on_the_host_whatever_the_default_device_is(matrix: 
     assert found.device.type == "cpu" and torch.equal(found, expected)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
@@ -114,6 +116,7 @@ def test_an_adapter_loads_in_peft_with_equal_logits(
     assert any("lora_B" in key for key in load_file(adapter / "adapter_model.safetensors"))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", MAKERS)
 def test_an_adapter_is_read_back_as_it_was_written(
     bases: dict[str, BaseModel], name: str, tmp_path: Path
@@ -136,6 +139,7 @@ def test_an_adapter_is_read_back_as_it_was_written(
     assert not tensors
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
 @pytest.mark.parametrize("implementation", ["litgpt", "transformers"])
 def test_the_head_of_gpt_neox_is_found_by_its_name_in_any_version_of_transformers(
@@ -157,6 +161,7 @@ def test_the_head_of_gpt_neox_is_found_by_its_name_in_any_version_of_transformer
     assert adapted(base, adapter=written) == adapted(base, **keys)
 
 
+@pytest.mark.extensions
 def test_an_adapter_of_fused_layers_that_adapts_parts_of_them(
     bases: dict[str, BaseModel], tmp_path: Path
 ) -> None:
@@ -177,6 +182,7 @@ def test_layers_whose_weights_kernels_read_are_not_adapted(tmp_path: Path, model
     torch.testing.assert_close(logits(trained), theirs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.extensions
 def test_dora_is_refused_where_hugging_face_fuses_layers(bases: dict[str, BaseModel]) -> None:
     for name in FUSED:
         with pytest.raises(UserError, match=r"lora_variant is dora, but .* Try --lora_variant"):
@@ -192,6 +198,7 @@ def test_layers_of_which_peft_changes_the_name_are_left_out_or_refused(tmp_path:
     assert says(message_of(check_adapter, base, recipe), "weight_proj", "PEFT", "lora_targets")
 
 
+@pytest.mark.extensions
 def test_the_settings_of_an_adapter_are_in_one_order(llama: BaseModel, tmp_path: Path) -> None:
     recipe = lora_recipe(llama, **ALL)
     adapter = export(build(llama, recipe), llama, recipe, tmp_path / "adapter")
@@ -214,6 +221,7 @@ def adapted(base: BaseModel, **keys: Any) -> set[str]:
     return {name.partition(".lora_")[0].removesuffix(".weight") for name in names}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("targets", "layers"),
     [
@@ -252,6 +260,7 @@ def test_all_linear_layers_load_in_peft(model: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(trained), theirs, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", ["llama", "gpt-neox", "gpt2", "gemma2", "phi", "mpt"])
 def test_the_default_layers_of_peft_are_adapted(
     bases: dict[str, BaseModel], model: str, tmp_path: Path
@@ -292,6 +301,7 @@ def test_experts_that_are_not_linear_layers_are_named(
     assert notice is None if words is None else says(str(notice), *words)
 
 
+@pytest.mark.extensions
 def test_names_that_a_model_lacks_may_be_left_out(llama: BaseModel) -> None:
     recipe = lora_recipe(llama, lora_targets=["q_proj", "gate_up_proj"], lora_skip_missing=True)
     model = outline(llama, recipe, torch.float32)
@@ -300,6 +310,7 @@ def test_names_that_a_model_lacks_may_be_left_out(llama: BaseModel) -> None:
     assert says(str(skipped_targets(model, llama, recipe)), "gate_up_proj", "only q_proj")
 
 
+@pytest.mark.extensions
 def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path) -> None:
     recipe = lora_recipe(llama, lora_targets=r".*layers\.1\.self_attn\.[qo]_proj")
     model = train(build(llama, recipe))
@@ -311,6 +322,7 @@ def test_a_target_on_some_layers_loads_in_peft(llama: BaseModel, tmp_path: Path)
     )
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -343,6 +355,7 @@ def test_names_that_match_no_trainable_layer_are_refused(
         outline(llama, lora_recipe(llama, **keys), torch.float32)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", MAKERS)
 def test_whole_layers_are_trained_and_kept_beside_the_adapter(
     bases: dict[str, BaseModel], name: str, tmp_path: Path
@@ -360,6 +373,7 @@ def test_whole_layers_are_trained_and_kept_beside_the_adapter(
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.extensions
 def test_a_fused_layer_is_trained_whole(bases: dict[str, BaseModel], tmp_path: Path) -> None:
     base = bases["phi-3"]
     recipe = lora_recipe(base, lora_targets=["o_proj"], lora_modules_to_save=["qkv_proj"])
@@ -368,6 +382,7 @@ def test_a_fused_layer_is_trained_whole(bases: dict[str, BaseModel], tmp_path: P
     torch.testing.assert_close(logits(model), logits_of_peft(base, adapter), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.extensions
 def test_lora_plus_trains_b_faster_and_reports_the_rate_of_a(llama: BaseModel) -> None:
     recipe = lora_recipe(llama, lora_plus_ratio=4, optimizer__lr=0.01, accelerator="cpu")
     plan = make_plan(recipe, Devices(accelerator="cpu", count=1))
@@ -401,6 +416,7 @@ def peft_adapter(base: BaseModel, out: Path, *, pickled: bool = False, **setting
 LLAMA_TARGETS = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -425,6 +441,7 @@ def test_training_starts_exactly_at_an_adapter_of_peft(
     )
 
 
+@pytest.mark.extensions
 def test_an_old_adapter_is_read_without_running_what_it_holds(
     llama: BaseModel, tmp_path: Path
 ) -> None:
@@ -445,12 +462,14 @@ def foreign(llama: BaseModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return peft_adapter(llama, tmp_path_factory.mktemp("foreign") / "adapter", **LLAMA_TARGETS)
 
 
+@pytest.mark.extensions
 def test_settings_of_an_adapter_are_read_from_it(llama: BaseModel, foreign: Path) -> None:
     recipe = lora_recipe(llama, adapter=foreign, lora_r=4)
     assert (recipe.lora_r, recipe.lora_alpha, recipe.lora_variant) == (4, 6, "lora")
     assert recipe.lora_targets == ["down_proj", "q_proj", "v_proj"]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -469,6 +488,7 @@ def test_a_recipe_that_contradicts_its_adapter_is_refused(
         lora_recipe(llama, adapter=foreign, **keys)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -490,6 +510,7 @@ def test_adapters_that_cannot_be_trained_on_are_refused(
         lora_recipe(llama, adapter=adapter)
 
 
+@pytest.mark.extensions
 def test_a_directory_without_an_adapter_is_refused(llama: BaseModel, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no adapter_config\.json"):
         lora_recipe(llama, adapter=tmp_path)
@@ -499,6 +520,7 @@ def copied(adapter: Path, directory: Path) -> Path:
     return Path(shutil.copytree(adapter, directory / "copy"))
 
 
+@pytest.mark.extensions
 def test_an_adapter_of_another_model_is_refused_naming_the_tensor(
     bases: dict[str, BaseModel], foreign: Path, tmp_path: Path
 ) -> None:
@@ -509,6 +531,7 @@ def test_an_adapter_of_another_model_is_refused_naming_the_tensor(
         read_adapter(foreign, bases["gpt-neox"])
 
 
+@pytest.mark.extensions
 def test_an_adapter_that_lacks_a_tensor_or_has_one_too_many_is_refused(
     llama: BaseModel, foreign: Path, tmp_path: Path
 ) -> None:
@@ -525,6 +548,7 @@ def test_an_adapter_that_lacks_a_tensor_or_has_one_too_many_is_refused(
         build(llama, lora_recipe(llama, adapter=adapter))
 
 
+@pytest.mark.extensions
 def test_a_wrong_adapter_is_refused_before_anything_starts(
     llama: BaseModel, foreign: Path, tmp_path: Path
 ) -> None:
@@ -596,6 +620,7 @@ def test_an_adapter_of_peft_on_such_layers_is_read_if_it_has_no_effect_there(
 # --- Quantised bases ----------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["bnb.nf4-dq", "bnb.int8"])
 def test_an_adapter_on_a_quantised_base_starts_there_and_fits_its_weights_in_peft(

@@ -64,6 +64,7 @@ def logits_in_peft(base: BaseModel, adapter: Path) -> Tensor:
     return found
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "model",
     [
@@ -90,6 +91,7 @@ def test_an_adapter_of_experts_has_equal_logits_in_peft_and_merged(
     assert_equal(own_logits(adapter), found)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("experts", [False, True], ids=["layers alone", "with experts"])
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen2_moe"])
 def test_layers_with_former_names_of_experts_have_equal_logits_in_peft(
@@ -216,6 +218,7 @@ def test_models_without_such_experts_are_refused(tmp_path: Path) -> None:
         outline(of_layers, lora_recipe(of_layers, lora_experts=True), torch.float32)
 
 
+@pytest.mark.extensions
 def test_an_adapter_of_other_parameters_is_refused(base_of: BaseOf, tmp_path: Path) -> None:
     base = base_of("qwen3_moe")
     adapted, recipe = made(base)

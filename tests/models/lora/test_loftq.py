@@ -81,6 +81,7 @@ def test_the_adapter_begins_where_it_ended(base: BaseModel, tmp_path: Path) -> N
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -70,6 +70,7 @@ def check(result: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
+@pytest.mark.extensions
 def test_the_command_prints_how_to_serve_or_what_to_change(
     ended: dict[str, Ended], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +87,7 @@ def test_the_command_prints_how_to_serve_or_what_to_change(
         run(["export", str(ended["lora"].out_dir), "--check", "vllm", "--format", "peft"])
 
 
+@pytest.mark.extensions
 def test_a_run_warns_when_it_saves_an_adapter_that_is_not_served(ended: dict[str, Ended]) -> None:
     warnings = {name: ended[name].report.warnings for name in ("lora", "qlora", "pissa", "dora")}
     said = {name for name, texts in warnings.items() if any("vLLM" in text for text in texts)}

@@ -79,6 +79,7 @@ def numbers_in(layer: Any, compute: Any, x: Tensor) -> list[Tensor]:
     return [result.detach(), *(t.clone() for t in (x.grad, *gradients))]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("drops", [True, False], ids=["with dropout", "without"])
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -95,6 +96,7 @@ def test_results_and_gradients_are_those_of_the_formula(
         assert (found - tensor).norm() < 1e-6 * tensor.norm()
 
 
+@pytest.mark.extensions
 def test_a_run_goes_on_as_it_would_have_with_the_layers_of_peft(
     layer_of: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ class Operations(TorchDispatchMode):
         return len(self._made.keys() - self._known)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", ["lora", "pissa", "lora, 4 bits", "pissa, 4 bits", "lora, 8 bits"])
 def test_the_low_rank_product_is_added_in_the_memory_of_the_result(
     layer_of: Layers, kind: str
@@ -143,6 +146,7 @@ def test_the_low_rank_product_is_added_in_the_memory_of_the_result(
     assert not seen.count["clone"]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("drops", [True, False], ids=["with dropout", "without"])
 def test_an_input_is_kept_once_for_all_adapters_of_it(layer_of: Layers, drops: bool) -> None:
     layer = layer_of("llama", "lora").train(drops)
@@ -160,6 +164,7 @@ def test_an_input_is_kept_once_for_all_adapters_of_it(layer_of: Layers, drops: b
     assert list(wide.values()) == [1] * len(results) * drops, "a mask of one byte for each"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", ["lora, 4 bits", "lora, 4 bits, quantised scales"])
 def test_a_packed_weight_is_unpacked_once_in_each_pass(layer_of: Layers, kind: str) -> None:
     layer = layer_of("llama", kind).train(False)
@@ -173,6 +178,7 @@ def test_a_packed_weight_is_unpacked_once_in_each_pass(layer_of: Layers, kind: s
     assert [seen.made for seen in (forward, backward)] == [0, 1], "and is not copied"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("drops", [True, False], ids=["with dropout", "without"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "pissa"])
 def test_autocast_computes_in_16_bits_and_learns_in_32(

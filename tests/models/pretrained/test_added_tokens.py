@@ -59,6 +59,7 @@ def rows_of(base: BaseModel) -> int:
     return parameter_shapes(base)[base.architecture.embedding][0]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("count", [2, 80])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_new_rows_are_the_mean_of_those_of_all_other_tokens(
@@ -82,6 +83,7 @@ def test_new_rows_are_the_mean_of_those_of_all_other_tokens(
         torch.testing.assert_close(new[ids], mean.expand(count, -1), rtol=0, atol=1e-6)
 
 
+@pytest.mark.extensions
 def test_texts_have_the_new_tokens_whole(bases: dict[str, BaseModel]) -> None:
     tokenizer = with_added_tokens(bases["llama"], MANY).tokenizer
     ids = tokenizer.encode("<3>red<1>", bos=False)
@@ -89,6 +91,7 @@ def test_texts_have_the_new_tokens_whole(bases: dict[str, BaseModel]) -> None:
     assert tokenizer.decode(ids) == "<3>red<1>"
 
 
+@pytest.mark.extensions
 def test_tokens_that_are_there_are_not_added_again(bases: dict[str, BaseModel]) -> None:
     base = bases["llama"]
     assert with_added_tokens(base, []) is base
@@ -98,6 +101,7 @@ def test_tokens_that_are_there_are_not_added_again(bases: dict[str, BaseModel]) 
     assert with_added_tokens(base, [known, "<new>"]).added_tokens == ("<new>",)
 
 
+@pytest.mark.extensions
 def test_the_fingerprint_follows_from_model_and_tokens(bases: dict[str, BaseModel]) -> None:
     base = bases["llama"]
     found = fingerprint(with_added_tokens(base, ["<a>", "<b>"]))
@@ -126,6 +130,7 @@ def assert_same_logits(theirs: Any, ours: Any, base: BaseModel) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", [*MAKERS, "computed by transformers"])
 def test_an_adapter_with_new_tokens_loads_in_peft_with_equal_logits(
     bases: dict[str, BaseModel], name: str, tmp_path: Path
@@ -158,6 +163,7 @@ def full_model(base: BaseModel) -> Any:
     return filled(model, base, rope_length=32, seed=1).eval()
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_with_new_tokens_loads_in_transformers_with_equal_logits(
     bases: dict[str, BaseModel], name: str, tmp_path: Path
@@ -177,6 +183,7 @@ def test_a_model_with_new_tokens_loads_in_transformers_with_equal_logits(
     assert with_added_tokens(opened, MANY) is opened
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_checkpoint_keeps_what_it_needs_of_a_model_with_new_tokens(
     bases: dict[str, BaseModel], name: str, tmp_path: Path
@@ -189,6 +196,7 @@ def test_a_checkpoint_keeps_what_it_needs_of_a_model_with_new_tokens(
     assert found.tokenizer.encode(TEXT).tolist() == grown.tokenizer.encode(TEXT).tolist()
 
 
+@pytest.mark.extensions
 def test_a_plan_knows_the_rows_with_and_without_the_tokenizer(
     bases: dict[str, BaseModel], tmp_path: Path
 ) -> None:
@@ -202,6 +210,7 @@ def test_a_plan_knows_the_rows_with_and_without_the_tokenizer(
     assert alone.added_tokens == tuple(MANY)
 
 
+@pytest.mark.extensions
 def test_training_from_an_adapter_asks_for_its_tokens(
     bases: dict[str, BaseModel], tmp_path: Path
 ) -> None:
@@ -212,6 +221,7 @@ def test_training_from_an_adapter_asks_for_its_tokens(
         lora_recipe(grown, adapter=adapter, data__add_tokens=["<a>"])
 
 
+@pytest.mark.extensions
 def test_what_cannot_grow_is_refused_by_name(bases: dict[str, BaseModel], tmp_path: Path) -> None:
     base = bases["llama"]
     make_llama(tmp_path / "model")

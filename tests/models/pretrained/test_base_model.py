@@ -244,6 +244,7 @@ def write_litgpt(base: BaseModel, directory: Path, *, nested: bool = False) -> P
 # Reading Hugging Face directories
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", MODELS)
 def test_every_family_gives_the_logits_of_transformers(model: str, make_model: MakeModel) -> None:
     directory = make_model(model)
@@ -256,6 +257,7 @@ def test_every_family_gives_the_logits_of_transformers(model: str, make_model: M
     assert config_of(base).padded_vocab_size == VOCABULARY
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", MODELS)
 def test_every_parameter_is_given_once_with_its_shape_and_none_for_a_tied_head(
     model: str, make_model: MakeModel
@@ -267,6 +269,7 @@ def test_every_parameter_is_given_once_with_its_shape_and_none_for_a_tied_head(
     assert base.tied == ("tied" in model or "gemma" in model)
 
 
+@pytest.mark.extensions
 def test_shards_and_number_formats_are_read_as_they_are(make_model: MakeModel) -> None:
     whole = open_base(str(make_model("llama", torch.bfloat16)))
     sharded = open_base(str(make_model("llama", torch.bfloat16, shard="10KB")))
@@ -276,6 +279,7 @@ def test_shards_and_number_formats_are_read_as_they_are(make_model: MakeModel) -
     assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("in_zip", [True, False])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pytorch_bin_files_of_any_age_are_read(
@@ -303,6 +307,7 @@ def test_pytorch_bin_files_of_any_age_are_read(
     assert all(torch.equal(read[name], expected[name]) for name in expected)
 
 
+@pytest.mark.extensions
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's memory map")
 @pytest.mark.parametrize("model", ["llama", "phi3"])
 def test_tensors_are_views_of_the_mapped_file(model: str, make_model: MakeModel) -> None:
@@ -314,6 +319,7 @@ def test_tensors_are_views_of_the_mapped_file(model: str, make_model: MakeModel)
         assert any(int(low, 16) <= address < int(high, 16) for low, high in spans), name
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("in_zip", [True, False])
 def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
     in_zip: bool, copy_model: Callable[[str], Path], tmp_path: Path
@@ -331,6 +337,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(
     assert not (tmp_path / "attacked").exists()
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("model", "old"),
     [
@@ -361,6 +368,7 @@ def test_rotary_embeddings_are_read_as_older_versions_wrote_them(
     )
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", ["mistral window", "qwen2 window", "gemma2", "phi3 window"])
 def test_a_model_has_no_more_positions_than_its_sliding_window(
     model: str, make_model: MakeModel
@@ -369,6 +377,7 @@ def test_a_model_has_no_more_positions_than_its_sliding_window(
     assert (config.block_size, config.sliding_window_size) == (24, None)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(("window", "limit"), [(24, 24), (63, 63), (64, None), (65, None)])
 def test_a_window_as_long_as_the_context_limits_nothing(
     window: int, limit: int | None, copy_model: Callable[[str], Path]
@@ -380,6 +389,7 @@ def test_a_window_as_long_as_the_context_limits_nothing(
     assert whole.implementation == ("litgpt" if limit is None else "transformers")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", ["mistral window", "gemma2"])
 def test_a_window_of_litgpts_layout_limits_the_positions_too(
     model: str, make_model: MakeModel, tmp_path: Path
@@ -422,6 +432,7 @@ def counted_logits(base: BaseModel) -> tuple[Tensor, int]:
     return logits.view(*ids.shape, -1), counter.count
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "positions"), [("Mistral-7B-v0.1", 4096), ("Gemma-2-2b", 4096), ("Gemma-3-1b-it", 512)]
 )
@@ -432,6 +443,7 @@ def test_random_weights_and_plans_have_the_positions_of_the_window(
     assert read_blueprint(name, "litgpt").architecture.context_length == positions
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("model", "limit"),
     [
@@ -452,6 +464,7 @@ def test_what_limits_the_length_of_sequences_is_said(
     assert str(error.value).endswith(f"Try --train.max_seq_length {longest}.")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("name", ["Gemma-2b", "OLMo-1B-hf", "my Gemma OLMo"])
 def test_the_name_of_the_directory_never_changes_the_model(
     name: str, copy_model: Callable[[str], Path]
@@ -463,6 +476,7 @@ def test_the_name_of_the_directory_never_changes_the_model(
     assert difference(litgpt_logits(base), transformers_logits(renamed)) == 0.0
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -490,6 +504,7 @@ def test_what_cannot_be_run_exactly_is_refused_by_name(
         open_base(str(directory))
 
 
+@pytest.mark.extensions
 def test_a_damaged_file_is_named(copy_model: Callable[[str], Path]) -> None:
     directory = copy_model("llama")
     file = directory / "model.safetensors"
@@ -498,6 +513,7 @@ def test_a_damaged_file_is_named(copy_model: Callable[[str], Path]) -> None:
         open_base(str(directory))
 
 
+@pytest.mark.extensions
 def test_a_head_that_contradicts_tied_settings_is_refused(
     copy_model: Callable[[str], Path],
 ) -> None:
@@ -510,6 +526,7 @@ def test_a_head_that_contradicts_tied_settings_is_refused(
 # LitGPT directories and random weights
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("model", ["llama attention and mlp bias", "gemma2", "gpt_neox"])
 def test_a_litgpt_directory_gives_the_same_weights(
@@ -521,6 +538,7 @@ def test_a_litgpt_directory_gives_the_same_weights(
     assert difference(litgpt_logits(lit), litgpt_logits(base)) == 0.0
 
 
+@pytest.mark.extensions
 def test_litgpts_own_conversion_is_read_and_its_tied_head_recognised(
     copy_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -534,6 +552,7 @@ def test_litgpts_own_conversion_is_read_and_its_tied_head_recognised(
     assert difference(litgpt_logits(lit), expected) == 0.0
 
 
+@pytest.mark.extensions
 def test_a_head_that_litgpt_has_untied_stays_untied(make_model: MakeModel, tmp_path: Path) -> None:
     base = open_base(str(make_model("llama tied")))
     directory = write_litgpt(base, tmp_path / "lit")
@@ -548,6 +567,7 @@ def test_a_head_that_litgpt_has_untied_stays_untied(make_model: MakeModel, tmp_p
     )
 
 
+@pytest.mark.extensions
 def test_settings_of_two_models_in_one_directory_are_refused(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -596,6 +616,7 @@ def in_layout(layout: str, base: BaseModel, directory: Path) -> BaseModel:
     return open_base(str(directory))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["llama", "llama tied", "gemma2", "phi3", "gpt_neox"])
 def test_a_base_model_is_opened_again_without_its_weights(
@@ -610,6 +631,7 @@ def test_a_base_model_is_opened_again_without_its_weights(
     assert not outlined.has_weights and base.has_weights
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", ["llama", "llama tied"])
 def test_a_model_is_written_without_the_weights_it_came_from(
@@ -632,6 +654,7 @@ def test_a_model_is_written_without_the_weights_it_came_from(
     assert written == expected
 
 
+@pytest.mark.extensions
 def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -644,6 +667,7 @@ def test_settings_that_no_weights_belong_to_are_not_taken_for_a_model(
         open_base(str(tmp_path / "base"))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("content", [None, "{}", '{"name": "x", "tied": 1, "dtype": "float32"}'])
 def test_without_a_readable_outline_the_settings_are_refused(
     content: str | None, make_model: MakeModel, tmp_path: Path
@@ -656,6 +680,7 @@ def test_without_a_readable_outline_the_settings_are_refused(
         open_without_weights(directory)
 
 
+@pytest.mark.extensions
 def test_random_weights_stay_random(quickstart: Path, tmp_path: Path) -> None:
     base = open_base("random:pythia-14m")
     again = open_without_weights(companions(base, tmp_path / "base"))
@@ -666,6 +691,7 @@ def test_random_weights_stay_random(quickstart: Path, tmp_path: Path) -> None:
 # Fingerprints
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", [name for name in MODELS if "attention bias" not in name])
 def test_a_model_and_its_litgpt_copy_have_one_fingerprint(
     model: str, make_model: MakeModel, tmp_path: Path
@@ -678,6 +704,7 @@ def test_a_model_and_its_litgpt_copy_have_one_fingerprint(
     assert fingerprint(lit) == fingerprint(base)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
 def test_litgpts_own_conversion_keeps_the_fingerprint(
     model: str,
@@ -734,6 +761,7 @@ def test_litgpts_own_settings_are_those_of_config_json(name: str, settings: dict
     assert litgpt_architecture(theirs).identity() == litgpt_architecture(lit).identity()
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", ["llama grouped queries", "llama tied", "gpt_neox"])
 def test_other_values_in_any_one_tensor_are_another_model(
     model: str, copy_model: Callable[[str], Path]
@@ -749,6 +777,7 @@ def test_other_values_in_any_one_tensor_are_another_model(
     assert len(found) == len(original) + 1
 
 
+@pytest.mark.extensions
 def test_swapped_layers_are_another_model(copy_model: Callable[[str], Path]) -> None:
     directory = copy_model("llama")
     expected = fingerprint(open_base(str(directory)))
@@ -763,6 +792,7 @@ def test_swapped_layers_are_another_model(copy_model: Callable[[str], Path]) -> 
     assert fingerprint(open_base(str(directory))) != expected
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "values", [{"rms_norm_eps": 1e-3}, {"rope_theta": 5e4}, {"rope_scaling": LLAMA3_ROPE}]
 )
@@ -775,6 +805,7 @@ def test_settings_that_change_what_is_computed_are_another_model(
     assert fingerprint(open_base(str(directory))) != expected
 
 
+@pytest.mark.extensions
 def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerprint(
     make_model: MakeModel, copy_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -788,6 +819,7 @@ def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerpri
     assert fingerprint(open_base(str(directory))) == fingerprint(open_base(str(half)))
 
 
+@pytest.mark.extensions
 def test_random_weights_are_told_apart_by_their_architecture_without_being_drawn(
     quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -806,6 +838,7 @@ def quickstart(tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.Monkey
     return tmp_path / "quickstart/model"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "name", ["pythia-14m", "SmolLM2-135M", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "CodeGemma-7b-it"]
 )
@@ -816,6 +849,7 @@ def test_any_architecture_of_litgpt_comes_with_random_weights(name: str, quickst
     assert base.tied == ("Gemma" in name)
 
 
+@pytest.mark.extensions
 def test_random_weights_are_the_same_each_time_and_norms_let_pass(quickstart: Path) -> None:
     base = open_base("random:pythia-14m")
     assert all(
@@ -828,6 +862,7 @@ def test_random_weights_are_the_same_each_time_and_norms_let_pass(quickstart: Pa
     assert by_name["transformer.ln_f.bias"].eq(0).all()
 
 
+@pytest.mark.extensions
 def test_random_weights_on_a_device_are_views_of_one_table_and_all_differ(quickstart: Path) -> None:
     base = open_base("random:pythia-14m")
     drawn = [t for _, t in weights(base, torch.device("cpu")) if t.dim() > 1]
@@ -874,6 +909,7 @@ def test_rows_of_a_random_weight_differ_and_its_matrices_are_not_symmetric(
         assert side == 1 or not corner.equal(corner.t()), why
 
 
+@pytest.mark.extensions
 def test_random_weights_are_equal_in_a_file_and_on_a_device(
     quickstart: Path, tmp_path: Path
 ) -> None:
@@ -885,6 +921,7 @@ def test_random_weights_are_equal_in_a_file_and_on_a_device(
         assert torch.equal(written[name], tensor)
 
 
+@pytest.mark.extensions
 def test_random_weights_are_drawn_on_the_host_whatever_the_default_device_is(
     quickstart: Path,
 ) -> None:
@@ -893,11 +930,13 @@ def test_random_weights_are_drawn_on_the_host_whatever_the_default_device_is(
         assert {tensor.device.type for _, tensor in weights(base)} == {"cpu"}
 
 
+@pytest.mark.extensions
 def test_an_unknown_architecture_is_refused_with_its_nearest_names(quickstart: Path) -> None:
     with pytest.raises(UserError, match="did you mean random:EleutherAI/pythia-14m"):
         open_base("random:pythia-14")
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("by", ["name", "path"])
 def test_the_embedded_model_has_a_name_of_its_own(by: str, quickstart: Path) -> None:
     asked = "embedded:quickstart" if by == "name" else str(quickstart.resolve())
@@ -907,6 +946,7 @@ def test_the_embedded_model_has_a_name_of_its_own(by: str, quickstart: Path) -> 
 # Names
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", MODELS)
 def test_names_go_over_to_hugging_face_one_to_one(model: str, make_model: MakeModel) -> None:
     base = open_base(str(make_model(model)))
@@ -921,6 +961,7 @@ def test_names_go_over_to_hugging_face_one_to_one(model: str, make_model: MakeMo
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.extensions
 def test_modules_and_what_hangs_on_them_are_renamed(make_model: MakeModel) -> None:
     llama, phi = (
         open_base(str(make_model(model))).architecture.naming_in("hf")
@@ -937,6 +978,7 @@ def test_modules_and_what_hangs_on_them_are_renamed(make_model: MakeModel) -> No
 # Writing Hugging Face directories
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_written_is_the_same_model_to_transformers(
     model: str, make_model: MakeModel, tmp_path: Path
@@ -949,6 +991,7 @@ def test_what_is_written_is_the_same_model_to_transformers(
     assert again.tied == base.tied and again.tokenizer.eos_id == base.tokenizer.eos_id
 
 
+@pytest.mark.extensions
 def test_weights_are_split_into_shards_of_bounded_size(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -962,6 +1005,7 @@ def test_weights_are_split_into_shards_of_bounded_size(
     )
 
 
+@pytest.mark.extensions
 def test_the_number_format_is_that_of_the_tensors_and_config_json_says_so(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -972,6 +1016,7 @@ def test_the_number_format_is_that_of_the_tensors_and_config_json_says_so(
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("was_tied", [True, False])
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_result_is_tied_if_it_has_no_head(
@@ -988,6 +1033,7 @@ def test_the_result_is_tied_if_it_has_no_head(
     assert torch.equal(model.lm_head.weight, head)
 
 
+@pytest.mark.extensions
 def test_the_files_are_those_of_the_base_and_readable_as_its_owner_likes(
     copy_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -1010,6 +1056,7 @@ def current_umask() -> int:
     return mask
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "model",
     ["llama llama3 rope", "llama linear rope", "llama attention and mlp bias", "qwen2", "qwen3"],
@@ -1025,6 +1072,7 @@ def test_a_config_json_is_made_where_a_litgpt_directory_has_none(
     assert difference(transformers_logits(tmp_path / "out"), expected) == 0.0
 
 
+@pytest.mark.extensions
 def test_families_whose_config_json_cannot_be_made_are_refused_before_any_work(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -1041,6 +1089,7 @@ def untouchable() -> Iterator[tuple[str, Tensor]]:
     yield  # type: ignore[unreachable]
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_nothing_half_written_stays(error: Any, make_model: MakeModel, tmp_path: Path) -> None:
     base = open_base(str(make_model("llama")))
@@ -1057,6 +1106,7 @@ def test_nothing_half_written_stays(error: Any, make_model: MakeModel, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("wrong", ["missing", "twice", "unknown", "shape"])
 def test_tensors_of_another_model_are_refused(
     wrong: str, make_model: MakeModel, tmp_path: Path
@@ -1076,6 +1126,7 @@ def test_tensors_of_another_model_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.extensions
 def test_an_existing_model_is_never_overwritten(make_model: MakeModel, tmp_path: Path) -> None:
     base = open_base(str(make_model("llama")))
     save_hf(base, weights(base), tmp_path / "out")
@@ -1087,6 +1138,7 @@ def test_every_known_family_is_tested() -> None:
     assert {family(model) for model in MODELS} == set(litgpt_part("families").FAMILIES)
 
 
+@pytest.mark.extensions
 def test_an_old_checkpoint_with_a_stored_tied_head_is_read(
     copy_model: Callable[[str], Path],
 ) -> None:
@@ -1098,6 +1150,7 @@ def test_an_old_checkpoint_with_a_stored_tied_head_is_read(
     assert base.tied and "lm_head.weight" not in dict(weights(base))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "billions"),
     [("Mixtral-8x7B-v0.1", 46.7), ("Qwen/Qwen3-30B-A3B", 30.5), ("qwen3_moe", 15.4)],

@@ -59,6 +59,7 @@ def test_transformers_renders_what_was_trained_whatever_the_base_model_had(
     assert tokenizer.chat_template == TRAINED
 
 
+@pytest.mark.extensions
 def test_other_programs_find_no_other_template(base: Path, tmp_path: Path) -> None:
     write(base, "tokenizer_config.json", chat_template=OTHER)
     write(base, "chat_template.json", chat_template=OTHER)

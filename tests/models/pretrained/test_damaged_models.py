@@ -132,6 +132,7 @@ def test_a_cache_of_links_to_other_directories_is_read(model: Path) -> None:
     assert open_base(str(model)).layout == "hf"
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize(
     ("name", "read"),
@@ -275,6 +276,7 @@ def test_a_special_token_is_a_text(model: Path) -> None:
         Tokenizer(model)
 
 
+@pytest.mark.extensions
 def test_millions_of_empty_texts_in_a_gguf_header_are_refused(tmp_path: Path) -> None:
     from ftkit.extensions.gguf.header import read_header
 
@@ -289,6 +291,7 @@ def test_millions_of_empty_texts_in_a_gguf_header_are_refused(tmp_path: Path) ->
         read_header(file)
 
 
+@pytest.mark.extensions
 def test_a_gguf_file_with_absurd_sizes_is_refused(sound: Path, tmp_path: Path) -> None:
     file = write_gguf(sound, tmp_path / "m.gguf", llama__context_length=2**31)
     with pytest.raises(UserError, match="max_position_embeddings is 2147483648"):

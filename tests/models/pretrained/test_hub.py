@@ -374,12 +374,14 @@ def test_a_refused_token_is_said_to_be_so(status: int, served: Hub, root: Path) 
     assert f"HTTP {status}" in text and "token" in text and TOKEN not in text
 
 
+@pytest.mark.extensions
 def test_an_unknown_model_is_answered_with_its_nearest_names(served: Hub, root: Path) -> None:
     text = failure(root, repository="openlm-research/open_lama_3b")
     assert "There is no model openlm-research/open_lama_3b" in text
     assert "Did you mean openlm-research/open_llama_3b" in text
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize("config", configs[::20], ids=lambda config: config["name"])
 def test_models_are_found_by_any_of_their_names(config: dict[str, Any]) -> None:
     hub_name = f"{config['hf_config']['org']}/{config['hf_config']['name']}"
@@ -502,6 +504,7 @@ def make_directory(directory: Path, *files: str) -> Path:
     return directory
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "files",
     [
@@ -546,6 +549,7 @@ def test_an_index_that_lists_nothing_is_refused(tmp_path: Path) -> None:
         find_or_download(str(directory))
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -603,6 +607,7 @@ def test_weights_that_cannot_be_read_are_not_downloaded(served: Hub, root: Path)
     assert [request.path.rpartition("/")[2] for request in served.transfers()] == ["config.json"]
 
 
+@pytest.mark.extensions
 def test_the_only_gguf_file_of_a_repository_is_fetched(served: Hub, root: Path) -> None:
     served.files = {"model-Q8_0.gguf": b"GGUF", "README.md": b"", "LICENSE": b"terms"}
     directory = download(REPOSITORY, root=root)
@@ -611,6 +616,7 @@ def test_the_only_gguf_file_of_a_repository_is_fetched(served: Hub, root: Path) 
         find_or_download(REPOSITORY, root=root)
 
 
+@pytest.mark.extensions
 def test_of_several_gguf_files_one_has_to_be_chosen(served: Hub, root: Path) -> None:
     served.files = {"a.gguf": b"GGUF", "b.gguf": b"GGUF"}
     assert f"2 GGUF files: a.gguf, b.gguf. Fetch one by hf download {REPOSITORY} a.gguf" in failure(

@@ -53,6 +53,7 @@ def test_no_other_file_is_one(name: str) -> None:
     assert not is_licence(name)
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "save", [save_hf, partial(save_in_own_layout, layout="litgpt")], ids=["hf", "litgpt"]
 )

@@ -158,6 +158,7 @@ def component(name: str) -> Component:
     return Component(class_path=name, init_args={})
 
 
+@pytest.mark.extensions
 def test_a_reward_model_is_trained_on_as_one_alone(tiny_base: Path, tmp_path: Path) -> None:
     saved(as_reward_model(open_base(str(tiny_base))), tmp_path / "saved")
     again = open_base(str(tmp_path / "saved"))

@@ -101,6 +101,7 @@ def test_a_config_that_names_no_quantisation_is_no_obstacle(
     assert open_base(str(model)).form is None
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     "command", ["finetune", "finetune_full", "plan", "data", "generate", "evaluate", "export"]
 )

@@ -115,12 +115,14 @@ BLOCKS = LAYERS * 12 * WIDTH**2
 """Of pythia-14m: weights of attention (4 x width^2) and MLP (8 x width^2)."""
 
 
+@pytest.mark.extensions
 def test_full_fine_tuning_takes_six_operations_for_each_weight_and_token() -> None:
     model = make_model("full")
     found = flops_per_token(model, attention_length=100, label_fraction=1)
     assert found == 6 * (BLOCKS + HEAD) + 6 * LAYERS * WIDTH * 100
 
 
+@pytest.mark.extensions
 def test_the_output_layer_counts_for_the_tokens_that_carry_loss() -> None:
     model = make_model("full")
     with_all = flops_per_token(model, attention_length=0, label_fraction=1)
@@ -128,6 +130,7 @@ def test_the_output_layer_counts_for_the_tokens_that_carry_loss() -> None:
     assert with_all - with_few == 0.75 * 6 * HEAD
 
 
+@pytest.mark.extensions
 def test_weights_that_are_not_trained_take_four() -> None:
     model = make_model("lora", lora_r="8", lora_query="true", lora_key="false", lora_value="false")
     adapters = LAYERS * 8 * (WIDTH + 3 * WIDTH)  # query, key and value are one layer
@@ -139,6 +142,7 @@ ATTENTION, MLP = 4 * WIDTH**2, 8 * WIDTH**2
 """Weights of one layer."""
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("only", "operations"),
     [
@@ -164,6 +168,7 @@ def test_below_what_is_trained_there_is_no_backward_pass(only: str, operations: 
     assert flops_per_token(model, attention_length=100, label_fraction=1) == operations
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("objective", "of_base", "of_adapter"), [("sft", 4, 6), ("dpo", 6, 6), ("kto", 10, 8)]
 )
@@ -182,6 +187,7 @@ def test_forward_passes_of_a_reference_and_on_mismatched_sequences_count(
     assert found == expected
 
 
+@pytest.mark.extensions
 def test_the_forward_pass_of_a_teacher_counts() -> None:
     """Two operations for each weight, trained or not, and a third of those of attention."""
     pairs = [("checkpoint_dir", "random:pythia-14m"), ("objective", "distill")]
@@ -193,6 +199,7 @@ def test_the_forward_pass_of_a_teacher_counts() -> None:
     assert further_passes(recipe, None) == ONLY_TRAINING
 
 
+@pytest.mark.extensions
 def test_attention_counts_the_square_of_every_length() -> None:
     """One sequence of 300 tokens takes more than three of 100, though the tokens are as many."""
     model = make_model("full")
@@ -215,6 +222,7 @@ def test_attention_counts_the_square_of_every_length() -> None:
 # --- Both ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "mfu"),
     [("NVIDIA H200", 0.25), ("NVIDIA H200 MIG 1g.18gb", None)],

@@ -99,6 +99,7 @@ def test_a_run_on_another_kind_of_device_learns_what_one_on_a_cpu_learns(
     assert report.peak_memory is not None and report.peak_memory.allocated_bytes
 
 
+@pytest.mark.extensions
 def test_its_memory_is_followed_as_that_of_other_devices(kind: OnCard) -> None:
     """Bytes of the tracked tensors are those that its allocator counts, within 1 %."""
     _, out = kind.run("finetune_full", *ONE, follows_memory=True)
@@ -129,6 +130,7 @@ def test_a_checkpoint_written_on_one_kind_of_device_continues_on_another(
     assert Outcome(out).losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+@pytest.mark.extensions
 def test_a_result_answers_on_it_as_on_a_cpu(kind: OnCard) -> None:
     final = kind.completed("finetune", *ONE).out_dir / "final"
     words = ("generate", final, "--prompt", "what is the colour of cat", "--max_new_tokens", "4")
@@ -138,6 +140,7 @@ def test_a_result_answers_on_it_as_on_a_cpu(kind: OnCard) -> None:
     assert ours == theirs
 
 
+@pytest.mark.extensions
 def test_unsupported_settings_are_refused_before_anything_starts(
     kind: OnCard, tmp_path: Path
 ) -> None:

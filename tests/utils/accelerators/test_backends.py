@@ -261,6 +261,7 @@ def test_a_backend_that_cannot_start_is_refused_with_its_reason(
 # --- What it computes ----------------------------------------------------------------------------
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
