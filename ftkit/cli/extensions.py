@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ftkit.cli.commands import COMMANDS
+from ftkit.data.records.formats import RECORD_FORMATS
 from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.evaluation.task_programs import TASK_PROGRAMS
@@ -29,6 +30,7 @@ from ftkit.recipe.strategy_rows import STRATEGIES
 from ftkit.runs.launchers import LAUNCHERS
 from ftkit.runs.run_ends import RUN_ENDS
 from ftkit.training.callback_rows import CALLBACKS
+from ftkit.utils.accelerators.kinds import DEVICE_KINDS
 from ftkit.utils.progress import print_shown
 from ftkit.utils.registry import (
     Installed,
@@ -45,6 +47,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     COMMANDS,
     COMPANIONS,
     DATA_SOURCES,
+    DEVICE_KINDS,
     FILE_FORMATS,
     IMPLEMENTATIONS,
     LAUNCHERS,
@@ -56,6 +59,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     PROMPT_STYLES,
     PYTHON_NAMES,
     READERS,
+    RECORD_FORMATS,
     RECORD_SHAPES,
     RUN_ENDS,
     SECTIONS,

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ftkit.data.records.formats import FORMATS, format_of, text_of
+from ftkit.data.records.formats import format_of, text_of
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
@@ -122,7 +122,7 @@ def _records(options: GenerateOptions) -> list[Record]:
     assert options.prompts is not None
     file = options.prompts.expanduser()
     # In a .txt file each line is a prompt; other formats hold records.
-    if (kind := format_of(file)) is not None and kind is not FORMATS[".txt"]:
+    if (kind := format_of(file)) is not None and kind.name != "txt":
         return read_records(file, answered=False)
     try:
         # Not splitlines(), which also cuts at separators that prompts may hold.

@@ -351,7 +351,7 @@ def _of_a_package(kind: DeviceKind, *, here: bool, on_asking: Callable[[], None]
 
 def _of_packages(cpu: Devices, *, here: bool, on_asking: Callable[[], None]) -> Devices:
     """Devices of the first kind that an installed package brings; the CPU if there are none."""
-    for kind in DEVICE_KINDS.values():
+    for kind in DEVICE_KINDS:
         if kind.package is not None and is_installed(kind):
             on_asking()
             current = _current_once(kind.name)

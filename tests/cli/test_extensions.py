@@ -176,6 +176,17 @@ class Heavy(torch.optim.Optimizer):
 class Loud(Heavy):
     pass
 """
+_FORMATS = """
+from ftkit.data.records.formats import Format
+
+REC = Format(name="rec", place="greetings.formats:rows", unit="line")
+
+
+def rows(file):
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        question, _, answer = line.partition("|")
+        yield number, {"instruction": question, "output": answer}
+"""
 _HELLO = """
 def say(options):
     print(*[f"Hello {options.whom}."] * options.times)
@@ -212,6 +223,7 @@ def make_wheel(
         "greetings/optim.py": _OPTIM,
         "greetings/tables.py": _TABLES,
         "greetings/sections.py": _SECTION,
+        "greetings/formats.py": _FORMATS,
         "greetings/layers.py": _LAYERS,
         "ftkit_greetings-0.3.dist-info/METADATA": _METADATA,
         "ftkit_greetings-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
@@ -405,6 +417,19 @@ def test_what_an_optimizer_of_another_package_cannot_do_is_refused(
     assert "greetings.optim.Heavy" in ftkit("finetune", "--optimizer.help").stdout
     shown = ftkit("plan", str(ROOT / "recipes/quickstart.yaml"), "--optimizer", "AdamW")
     assert shown.returncode == 0 and "imported" not in shown.stdout, "nothing of it is"
+
+
+def test_files_of_another_package_are_data(ftkit_with: Callable[..., Run], tmp_path: Path) -> None:
+    ftkit = ftkit_with(points="[ftkit.record_formats]\nrec = greetings.formats:REC")
+    file = tmp_path / "talk.rec"
+    file.write_text("Who is Ann?|That is Ann Lee.\n" * 4)
+    words = ("data", "embedded:quickstart", "--data", "JSON", "--data.path", str(file))
+    shown = ftkit(*words, "--data.val_split_fraction", "0.5", "--format", "json")
+    assert shown.returncode == 0, shown.stderr
+    assert "That is Ann Lee." in shown.stdout
+    file.write_text("")
+    empty = ftkit(*words)
+    assert empty.returncode == 2 and "talk.rec" in empty.stderr and "Traceback" not in empty.stderr
 
 
 POLITE = ("--objective", "polite")

@@ -9,5 +9,5 @@ from ftkit.utils.accelerators.kinds import DEVICE_KINDS, HOST_KIND
 
 def compile_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kind of the CPU have the fact that decides."""
-    kind = dataclasses.replace(DEVICE_KINDS[HOST_KIND], compiles_shapes=True)
-    monkeypatch.setitem(DEVICE_KINDS, HOST_KIND, kind)
+    kind = dataclasses.replace(DEVICE_KINDS._core[HOST_KIND], compiles_shapes=True)
+    monkeypatch.setitem(DEVICE_KINDS._core, HOST_KIND, kind)

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ftkit.data.records.formats import batch_rows
 from ftkit.data.records.paths import VALIDATION
+from ftkit.data.records.tables import batch_rows
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
 

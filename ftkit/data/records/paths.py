@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftkit.data.records.formats import COMPRESSED, FORMATS, READABLE, format_of, stem_of
+from ftkit.data.records.formats import COMPRESSED, format_of, readable, stem_of, suffixes
 from ftkit.errors import UserError
 from ftkit.utils import embedded
 from ftkit.utils.names import nearest
@@ -17,8 +17,6 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files that the datasets library writes beside data."""
 _SHEETS = (".xlsx", ".xls", ".ods")
-_ENDINGS = [f"{ending}{packed}" for ending in FORMATS for packed in ("", *COMPRESSED)]
-"""Suffixes of data files, in the order in which they are looked for."""
 _LINES = (".ndjson", ".jsonlines", ".ldjson")
 
 
@@ -108,7 +106,7 @@ def _in_directory(directory: Path, key: str) -> DataFiles:
     # Named splits come in pairs: otherwise a file with a misspelt name would be ignored.
     for split, files in (("train", train), ("val", val)):
         if not files and (train or val):
-            names = [f"{split}{ending}" for ending in list(FORMATS)[:2]]
+            names = [f"{split}{ending}" for ending in suffixes()[:2]]
             raise UserError(
                 f"{key} is the directory {directory}, but it has no {' or '.join(names)}, nor one "
                 f"of another format.\nAdd {directory / names[0]}, or set {key} to a single file, "
@@ -127,7 +125,8 @@ def _split(children: Sequence[Path], name: str) -> tuple[Path, ...]:
         child.name.removeprefix(name).lower(): child for child in children if stem_of(child) == name
     }
     # In the order of the formats; an Arrow directory, which has no suffix, comes last.
-    for ending in (*_ENDINGS, *named):
+    endings = [f"{suffix}{packed}" for suffix in suffixes() for packed in ("", *COMPRESSED)]
+    for ending in (*endings, *named):
         if ending in named:
             return (named[ending],)
     shard = re.compile(rf"{name}-\d+-of-\d+")
@@ -141,7 +140,7 @@ def _explain_no_files(directory: Path, key: str) -> str:
     if below is not None:
         advice = how_to_set(key, f"'{directory}/*/*{below.name.removeprefix(stem_of(below))}'")
     return (
-        f"{key} is the directory {directory}, but no file in it can be read: only {READABLE} "
+        f"{key} is the directory {directory}, but no file in it can be read: only {readable()} "
         f"can.\n{advice}"
     )
 
@@ -157,4 +156,4 @@ def _explain_kind(file: Path, given: str | Path, key: str) -> str:
     elif ending in _LINES:
         advice = f"Try renaming the file to {file.stem}.jsonl."
     named = "" if str(file) == str(given) else f", which means {file}"
-    return f"{key} is {given}{named}, but only {READABLE} can be read.\n{advice}"
+    return f"{key} is {given}{named}, but only {readable()} can be read.\n{advice}"

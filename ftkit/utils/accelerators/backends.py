@@ -33,7 +33,7 @@ def keep_out_backends() -> None:
 
     Nothing changes if the variable is set, or if a backend is installed that ftkit does not know.
     """
-    known = {kind.package for kind in DEVICE_KINDS.values() if kind.package is not None}
+    known = {kind.package for kind in DEVICE_KINDS if kind.package is not None}
     # Looked for first: reading the entry points of all packages takes longer.
     if AUTOLOAD in os.environ or not any(util.find_spec(package) for package in known):
         return
@@ -93,7 +93,7 @@ def refuse_idle_backend() -> None:
     Raises:
         UserError: names the variable that prevents it.
     """
-    for kind in DEVICE_KINDS.values():
+    for kind in DEVICE_KINDS:
         if kind.package in sys.modules and "torch" in sys.modules:
             import torch
 

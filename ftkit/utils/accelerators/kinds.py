@@ -6,6 +6,8 @@ this table: another kind of device is another row.
 
 from dataclasses import dataclass
 
+from ftkit.utils.registry import Registry
+
 HOST_KIND, USUAL_KIND = "cpu", "cuda"
 """The kind that every machine has, and the one that is assumed where none is named."""
 
@@ -71,9 +73,10 @@ class DeviceKind:
     """What ran instead of such a device, where no device has run ftkit."""
 
 
-DEVICE_KINDS = {
-    kind.name: kind
-    for kind in (
+DEVICE_KINDS = Registry(
+    "device_kinds",
+    (DeviceKind,),
+    core=(
         DeviceKind(
             name=HOST_KIND,
             noun="CPU",
@@ -129,8 +132,8 @@ DEVICE_KINDS = {
             answers_within_s=14,
             rehearsed_on="TorchTPU over XLA's CPU client",
         ),
-    )
-}
+    ),
+)
 
 
 def device_kind(name: str) -> DeviceKind:
@@ -143,9 +146,7 @@ def kind_of_backend(backend: str) -> str:
 
     One that takes those of several kinds takes those of the host.
     """
-    return next(
-        (kind.name for kind in DEVICE_KINDS.values() if kind.communication == backend), HOST_KIND
-    )
+    return next((kind.name for kind in DEVICE_KINDS if kind.communication == backend), HOST_KIND)
 
 
 # From the makers' data sheets, without sparsity. By exact name: a card of a similar name has

@@ -70,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Add the row of the simulated kind to ftkit's table of devices."""
         load(module)
         if self._cards.kind != "cuda":
-            module.DEVICE_KINDS[self._cards.kind] = module.DeviceKind(
+            module.DEVICE_KINDS._core[self._cards.kind] = module.DeviceKind(
                 name=self._cards.kind, **private.ROW
             )
 

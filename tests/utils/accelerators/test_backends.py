@@ -89,8 +89,8 @@ def chips(site: Path, count: int) -> None:
 
 def hang(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (site / "torch.py").write_text("import time\ntime.sleep(600)\n")
-    hasty = dataclasses.replace(DEVICE_KINDS["tpu"], answers_within_s=0.3)
-    monkeypatch.setitem(DEVICE_KINDS, "tpu", hasty)
+    hasty = dataclasses.replace(DEVICE_KINDS._core["tpu"], answers_within_s=0.3)
+    monkeypatch.setitem(DEVICE_KINDS._core, "tpu", hasty)
 
 
 # --- Where torch may import it -------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_a_tpu_that_is_not_there_is_refused_with_what_was_asked(site: Path) -> N
 
 
 def test_a_query_that_hangs_is_given_up(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (DEVICE_KINDS["tpu"].answers_within_s or 60) < 15
+    assert (DEVICE_KINDS._core["tpu"].answers_within_s or 60) < 15
     hang(site, monkeypatch)
     asked = "torch.accelerator.device_count() ... within 0.3 s ... --accelerator cpu"
     assert says(message_of(find_devices, "tpu"), f"accelerator is tpu ... {asked}")
@@ -324,9 +324,9 @@ def test_cached_memory_is_freed_where_its_module_cannot(monkeypatch: pytest.Monk
 def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The host as a kind that computes late; what it has compiled can be set."""
     misses = [0]
-    facts = DEVICE_KINDS["tpu"]
-    row = dataclasses.replace(DEVICE_KINDS["cpu"], computes_late=facts.computes_late)
-    monkeypatch.setitem(DEVICE_KINDS, "cpu", row)
+    facts = DEVICE_KINDS._core["tpu"]
+    row = dataclasses.replace(DEVICE_KINDS._core["cpu"], computes_late=facts.computes_late)
+    monkeypatch.setitem(DEVICE_KINDS._core, "cpu", row)
     module = SimpleNamespace(_get_cache_misses=lambda: misses[0])
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return misses
