@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     row = None if name.startswith("_") else names.PYTHON_NAMES.get(name)
     if row is None:
         raise AttributeError(f"module 'ftkit' has no attribute {name!r}")
-    return names.imported(row)
+    return names.value_of(row)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftkit.utils.accelerators.backends import backends_kept_out
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,10 @@ PYTHON_NAMES = Registry(
 )
 
 
-def imported(row: PythonName) -> Any:
+def value_of(row: PythonName) -> Any:
     """Return what a name stands for."""
     shown: AbstractContextManager[None] = nullcontext()
     if row.while_loading:
-        module, _, function = row.while_loading.partition(":")
-        shown = getattr(importlib.import_module(module), function)()
+        shown = imported(row.while_loading)()
     with shown, backends_kept_out():
         return getattr(importlib.import_module(row.module), row.name)

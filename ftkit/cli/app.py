@@ -1,12 +1,10 @@
 """The command line: find the command, parse its options, call its function, print errors."""
 
 import errno
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ftkit.cli.command import Command, Group
 from ftkit.cli.commands import FTKIT
@@ -19,6 +17,7 @@ from ftkit.utils.imports import prepare_imports, quick_imports
 from ftkit.utils.names import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
 from ftkit.utils.progress import Verbosity, loading_shown, set_verbosity
+from ftkit.utils.registry import imported
 from ftkit.utils.streams import failure_of, open_standard_streams, watched_output
 from ftkit.version import __version__
 
@@ -135,10 +134,10 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
     if command.opens:
         # Its result is found first: a mistyped path is reported before torch is imported.
         first_word = declared(command.options)[0].name
-        arguments.insert(0, _load(command.opens)(getattr(arguments[0], first_word)))
+        arguments.insert(0, imported(command.opens)(getattr(arguments[0], first_word)))
     # Options are checked before this: a typo must not cost the seconds that torch takes.
     with loading_shown(sys.stderr), Interrupts() as interrupts, quick_imports():
-        function = _load(command.function)
+        function = imported(command.function)
     # Python may have dropped a Ctrl+C that came in the middle of an import.
     interrupts.check()
     with using(_plugin(getattr(arguments[-1], "plugin", None))):
@@ -163,10 +162,3 @@ def _plugin(named: str | None) -> Plugin | None:
         except UserError as error:  # which says all there is to say
             refused = error
     raise refused
-
-
-def _load(path: str) -> Callable[..., Any]:
-    """Import the function that MODULE:FUNCTION names."""
-    module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found

@@ -22,7 +22,6 @@ from ftkit.data.records.shape_rows import (
     PREFERENCES,
     RECORD_SHAPES,
     PreferenceRow,
-    imported,
     preference_row,
     shape_row,
 )
@@ -49,6 +48,7 @@ from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_s
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
+from ftkit.utils.registry import imported
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ftkit.data.records.bad import BadKind
 from ftkit.data.records.record import Record
-from ftkit.data.records.shape_rows import imported, preference_row, shape_row
+from ftkit.data.records.shape_rows import preference_row, shape_row
 from ftkit.data.rendering import (
     NO_OUTPUT,
     NO_TEXT,
@@ -31,6 +31,7 @@ from ftkit.data.samples.sample_set import SampleRows, SampleSet
 from ftkit.data.spec import Overlong, Part
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import OnProgress
+from ftkit.utils.registry import imported
 
 NO_LABELS = "no answer within max_seq_length"
 """Reason for a record with an answer but without a label."""

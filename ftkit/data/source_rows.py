@@ -1,10 +1,9 @@
 """Kinds of data by the names that recipes give them; what reads one is imported when it is used."""
 
-import importlib
 from dataclasses import dataclass
 
 from ftkit.data.spec import DataSource
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,7 @@ class DataRow:
     @property
     def source(self) -> type[DataSource]:
         """What reads it."""
-        module, _, name = self.place.partition(":")
-        found: type[DataSource] = getattr(importlib.import_module(module), name)
+        found: type[DataSource] = imported(self.place)
         return found
 
 

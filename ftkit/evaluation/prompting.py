@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ftkit.data.records.shape_rows import CONVERSATION, imported, shape_row
+from ftkit.data.records.shape_rows import CONVERSATION, shape_row
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result
@@ -33,6 +33,7 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.save import chat_files
 from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens
 from ftkit.recipe.options import AnswerOptions
+from ftkit.utils.registry import imported
 from ftkit.utils.yaml_files import parse_yaml
 
 

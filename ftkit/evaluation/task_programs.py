@@ -1,6 +1,5 @@
 """Tasks on which a model is evaluated: found before a run starts, and run by their program."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ftkit.errors import UserError
 from ftkit.utils.progress import OnProgress
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 if TYPE_CHECKING:
     from ftkit.models.chat_templates.template import ChatTemplate
@@ -107,7 +106,7 @@ class FoundTasks:
         program = next(iter(TASK_PROGRAMS), None)
         if program is None:
             raise UserError(f"{key} names tasks, but no extension of ftkit has any. Remove it.")
-        return FoundTasks(program, _named(program.find)(names, key=key, trusted=trusted))
+        return FoundTasks(program, imported(program.find)(names, key=key, trusted=trusted))
 
     def load(self, options: TaskOptions, context_length: int) -> LoadedTasks:
         """Load the tasks with their data, which takes seconds.
@@ -119,7 +118,7 @@ class FoundTasks:
         Raises:
             UserError: their data cannot be loaded.
         """
-        loaded: LoadedTasks = _named(self.program.load)(self.found, options, context_length)
+        loaded: LoadedTasks = imported(self.program.load)(self.found, options, context_length)
         return loaded
 
 
@@ -145,7 +144,7 @@ def make_scorer(
         stopped: whether to end early; a collective with one answer for all ranks.
     """
     program = next(iter(TASK_PROGRAMS))
-    made: Scorer = _named(program.scorer)(
+    made: Scorer = imported(program.scorer)(
         model,
         tokenizer,
         stop_ids=stop_ids,
@@ -155,8 +154,3 @@ def make_scorer(
         stopped=stopped,
     )
     return made
-
-
-def _named(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -1,7 +1,6 @@
 """The language model: a body with the loss as its head."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,6 +26,7 @@ from ftkit.models.routing import RouterLoss, Routing
 from ftkit.models.trained_part import freeze_rest
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
 from ftkit.recipe.recipe_sections import rounding_section
+from ftkit.utils.registry import imported
 
 
 class LanguageModel(nn.Module):
@@ -184,9 +184,8 @@ def round_layers(body: Body, base: BaseModel, recipe: Recipe, *, trains: bool) -
         UserError: the section cannot round these layers.
     """
     if (section := rounding_section(recipe, trains=trains)) is not None:
-        module, _, function = section.layers.partition(":")
         with on_meta_device():
-            getattr(importlib.import_module(module), function)(body, base, recipe, trains)
+            imported(section.layers)(body, base, recipe, trains)
 
 
 def trained_router_loss(
@@ -283,8 +282,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def _body_of(architecture: Architecture) -> Body:
     """Build the modules of an architecture, with its head, on torch's default device."""
     # Imported here: transformers takes as long as all other imports, others may be absent.
-    module, _, name = architecture.body.partition(":")
-    made: Body = getattr(importlib.import_module(module), name)(architecture)
+    made: Body = imported(architecture.body)(architecture)
     return made
 
 

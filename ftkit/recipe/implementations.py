@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 AUTO = "auto"
 """The choice by the model: transformers, or another implementation with the same layers."""
@@ -65,8 +65,7 @@ class ImplementationRow:
         """Return ORG/NAME on the hub by every spelling of a known name; {}: it is not installed."""
         if not self.is_installed:
             return {}
-        module, _, function = self.names.partition(":")
-        found: Mapping[str, str] = getattr(importlib.import_module(module), function)()
+        found: Mapping[str, str] = imported(self.names)()
         return found
 
     def code(self) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 CSV = "csv"
 """The name of metrics.csv, which is always written."""
@@ -31,8 +31,7 @@ class LoggerRow:
 
     def made(self, out_dir: Path, log: Any, run_ids: dict[str, str], start_step: int) -> Any:
         """Make it, as `make` says."""
-        module, _, name = self.make.partition(":")
-        return getattr(importlib.import_module(module), name)(out_dir, log, run_ids, start_step)
+        return imported(self.make)(out_dir, log, run_ids, start_step)
 
     @property
     def is_installed(self) -> bool:

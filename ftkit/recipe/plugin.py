@@ -6,7 +6,6 @@ directory and its checkpoints. An extension reads it, and has registries hold wh
 """
 
 import hashlib
-import importlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
 from ftkit.utils.own_code import execute, line_in
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 from ftkit.utils.urls import display_path
 
 PACKAGE = "plugin"
@@ -143,8 +142,7 @@ def _reader(option: str, what: str) -> Callable[..., Any]:
             f"{option} names a plugin, but the extension plugin, which reads it, is missing. Put "
             "it back into ftkit/extensions, or leave out --plugin."
         )
-    module, _, name = getattr(row, what).partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = imported(getattr(row, what))
     return found
 
 

@@ -1,13 +1,12 @@
 """Training files of other programs: which program reads a file, and the recipe that it becomes."""
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ftkit.errors import UserError
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 Kind = Literal["ours", "no effect", "not there"]
 """What a key of another program is here."""
@@ -108,8 +107,7 @@ class Reader:
     @functools.cached_property
     def opened(self) -> Program:
         """Its table of keys."""
-        module, _, name = self.program.partition(":")
-        found: Program = getattr(importlib.import_module(module), name)
+        found: Program = imported(self.program)
         return found
 
 

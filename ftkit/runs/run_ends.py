@@ -1,6 +1,5 @@
 """What extensions do and suggest when a run has ended; no torch."""
 
-import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import Report
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,5 @@ def write_beside_result(report: Report, base: Path, result: Path) -> None:
     """
     for row in RUN_ENDS:
         if row.write:
-            module, _, function = row.write.partition(":")
             with suppress(OSError):
-                getattr(importlib.import_module(module), function)(report, base, result)
+                imported(row.write)(report, base, result)

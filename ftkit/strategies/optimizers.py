@@ -6,7 +6,6 @@ weight decay of AdamW: Liu et al. 2025, https://arxiv.org/abs/2502.16982.
 Updates in the backward pass (LOMO): Lv et al. 2023, https://arxiv.org/abs/2306.09782.
 """
 
-import importlib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,7 @@ from ftkit.recipe.plugin import require_own
 from ftkit.recipe.recipe import Component
 from ftkit.utils.imports import dtensor
 from ftkit.utils.names import nearest
+from ftkit.utils.registry import imported
 
 # 256 KiB in float32: a piece stays in the cache of a core between conversion and sum.
 PIECE = 2**16
@@ -173,8 +173,7 @@ def derived(place: str, optimizer_class: type[Optimizer]) -> type[Optimizer]:
     """
     if not place:
         return optimizer_class
-    module, _, name = place.partition(":")
-    found: type[Optimizer] = getattr(importlib.import_module(module), name)(optimizer_class)
+    found: type[Optimizer] = imported(place)(optimizer_class)
     return found
 
 

@@ -1,10 +1,9 @@
 """Callbacks that are called without being named; what makes one is imported where a run begins."""
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,7 @@ class CallbackRow:
 
     def made(self, setup: Any, journal: Any) -> Any:
         """Make it, as `place` says."""
-        module, _, name = self.place.partition(":")
-        return getattr(importlib.import_module(module), name)(setup, journal)
+        return imported(self.place)(setup, journal)
 
 
 CALLBACKS = Registry(

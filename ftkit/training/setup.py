@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -105,32 +106,34 @@ from ftkit.training.start import StartingPoint, identities, open_base_model
 from ftkit.utils.console.display import Display
 
 
-class RunCompanion(Protocol):
+class RunCompanion(ABC):
     """The other model of a run, which its objective needs (`ftkit.recipe.companions`).
 
-    Its methods are called in this order, each by every rank.
+    Its methods are called in this order, each by every rank; this class is for one of which nothing
+    lies in memory beside the trained model.
     """
 
-    outlined: LanguageModel | None
+    outlined: LanguageModel | None = None
     """The model that is held in memory beside the trained one, outlined or loaded; None: none is,
     or it is not outlined so far."""
-    identity: BaseIdentity | None
+    identity: BaseIdentity | None = None
     """Of that model, on rank 0."""
 
     def path(self, own: AttentionPath) -> AttentionPath:
         """Return how attention handles the sequences of a micro-batch, with that of this model."""
+        return own
 
-    def identify(self) -> None:
+    def identify(self) -> None:  # noqa: B027 - nothing to compare
         """Compare its weights with those of the run so far.
 
         Raises:
             UserError: they are others.
         """
 
-    def outline(self) -> None:
+    def outline(self) -> None:  # noqa: B027 - nothing to build
         """Build what is held beside the trained model on the meta device."""
 
-    def prepare(self, setup: "Setup", journal: Journal) -> None:
+    def prepare(self, setup: "Setup", journal: Journal) -> None:  # noqa: B027 - nothing to compute
         """Compute what is needed of it before training, once the ranks are connected.
 
         No weights are loaded, which could lie beside its own.
@@ -139,9 +142,10 @@ class RunCompanion(Protocol):
             UserError: it is not here.
         """
 
-    def load(self, setup: "Setup", display: Display) -> None:
+    def load(self, setup: "Setup", display: Display) -> None:  # noqa: B027 - nothing to load
         """Load what is held beside the trained model, which is loaded."""
 
+    @abstractmethod
     def of(self, samples: Samples) -> Companion:
         """Return what computes, or has computed, micro-batches of some samples."""
 
@@ -151,6 +155,7 @@ class RunCompanion(Protocol):
         Returns:
             the files that are written.
         """
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,11 +148,10 @@ class Registry(Generic[RowType]):
         return found
 
     def _opened(self, one: Installed) -> RowType:
-        module, _, name = one.place.partition(":")
         source = f"{one.name} comes from the package {one.package} {one.version}, which"
         advice = f"Update it, or remove it with pip uninstall {one.package}."
         try:
-            row: RowType = getattr(importlib.import_module(module), name)
+            row: RowType = imported(one.place)
         # Code of another package: it may fail in any way.
         except Exception as error:
             raise UserError(f"{source} cannot be used: {described(error)} {advice}") from error
@@ -164,6 +163,12 @@ class Registry(Generic[RowType]):
             )
         self.opened[one.name] = row
         return row
+
+
+def imported(place: str) -> Any:
+    """Import what a row names as MODULE:NAME, and return it."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def extension_names() -> list[str]:

@@ -1,7 +1,6 @@
 """Formats of data files: how each is recognised, unpacked and read as rows."""
 
 import gzip
-import importlib
 import io
 import json
 import zlib
@@ -18,7 +17,7 @@ from ftkit.data.records.record import Misfit, keys_of, kind_of
 from ftkit.data.records.shape_rows import known_shapes
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading, require_regular
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 from ftkit.utils.texts import explain_not_utf8
 
 if TYPE_CHECKING:
@@ -397,8 +396,7 @@ class Format:
         """
         expected = f"what {path.suffix or 'such'} files hold"
         with reading(path, expected=expected, advice="Copy or download it again."):
-            module, _, function = self.place.partition(":")
-            yield from getattr(importlib.import_module(module), function)(path)
+            yield from imported(self.place)(path)
 
 
 def document_rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:

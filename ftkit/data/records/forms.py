@@ -18,10 +18,10 @@ from ftkit.data.records.shape_rows import (
     CONVERSATION,
     RECORD_SHAPES,
     ShapeRow,
-    imported,
     lacks_extension,
     shape_row,
 )
+from ftkit.utils.registry import imported
 
 INSTRUCTION = ("instruction", "output")
 """Texts that an instruction record must have to be trained on."""

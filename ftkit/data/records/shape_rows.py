@@ -4,10 +4,8 @@ A row is light. What reads and renders its records is named by a string, MODULE:
 when such records are there.
 """
 
-import importlib
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 from ftkit.data.records.keys import ARGUMENT_KEYS, LABEL_KEYS, MEDIA
 from ftkit.errors import UserError
@@ -66,7 +64,8 @@ class ShapeRow:
     """Function that takes a tokenizer and a chat template, and returns the ids of the tokens that
     end an answer in it; "": no template writes such records."""
     advice_place: str = ""
-    """Function with the arguments of `ftkit.data.prepare.advice_for`; "": there is no advice."""
+    """Function that recommends a change of the data, with the arguments of
+    `ftkit.data.prepare.advice_for`; "": there is none."""
 
     train_on: TrainOn
     """Tokens that carry loss by default, where no prompt style is used."""
@@ -245,9 +244,3 @@ def known_shapes() -> str:
     """A sentence about the records that can be read."""
     *most, last = [words for row in RECORD_SHAPES for words in row.holds]
     return f"A record has {', '.join(most)}, or {last}."
-
-
-def imported(place: str) -> Any:
-    """Return what a row names as MODULE:NAME."""
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)

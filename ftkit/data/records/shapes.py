@@ -23,7 +23,6 @@ from ftkit.data.records.shape_rows import (
     CONVERSATION,
     RECORD_SHAPES,
     ShapeRow,
-    imported,
     known_shapes,
     lacks_extension,
     preference_row,
@@ -31,6 +30,7 @@ from ftkit.data.records.shape_rows import (
 )
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import Preference
+from ftkit.utils.registry import imported
 
 
 def reader_of(

@@ -1,8 +1,6 @@
 """The frozen model that a run holds in memory beside the trained one: a teacher, or a reference."""
 
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ftkit.checkpoint.metadata import BaseIdentity, Metadata
 from ftkit.data.samples.sample_set import Samples
@@ -22,15 +20,12 @@ from ftkit.runs.job import Job
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.strategy import Strategy
-from ftkit.training.journal import Journal
+from ftkit.training.setup import RunCompanion, Setup
 from ftkit.training.start import StartingPoint
 from ftkit.utils.console.display import Display
 
-if TYPE_CHECKING:
-    from ftkit.training.setup import Setup
 
-
-class ModelInMemory:
+class ModelInMemory(RunCompanion):
     """A teacher or a reference of a run that computes beside the trained model in every step."""
 
     def __init__(
@@ -60,8 +55,6 @@ class ModelInMemory:
             job.beside, beside, base, start.metadata, max_seq_length=max_seq_length
         )
         self._frozen: Frozen | None = None
-        self.outlined: LanguageModel | None = None
-        self.identity: BaseIdentity | None = None
 
     def path(self, own: AttentionPath) -> AttentionPath:
         return common_path(own, planned_path(self._base.architecture.attention, self._plan))
@@ -72,10 +65,7 @@ class ModelInMemory:
     def outline(self) -> None:
         self.outlined = outline_frozen(self._base, self._plan)
 
-    def prepare(self, setup: "Setup", journal: Journal) -> None:
-        """Do nothing: all of it is computed in the steps."""
-
-    def load(self, setup: "Setup", display: Display) -> None:
+    def load(self, setup: Setup, display: Display) -> None:
         assert self.outlined is not None
         self._frozen = load_beside(
             self._beside,
@@ -91,9 +81,6 @@ class ModelInMemory:
     def of(self, samples: Samples) -> Frozen:
         assert self._frozen is not None
         return self._frozen
-
-    def write(self, directory: Path) -> list[Path]:
-        return []
 
 
 def open_beside(

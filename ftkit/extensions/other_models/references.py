@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from safetensors import SafetensorError
 
-from ftkit.checkpoint.metadata import REFERENCE, BaseIdentity
+from ftkit.checkpoint.metadata import REFERENCE
 from ftkit.data.dataset import DataSets
 from ftkit.data.samples.layout import FILLER, IntArray, RankLayout
 from ftkit.data.samples.loader import inference_loader
@@ -37,7 +36,7 @@ from ftkit.extensions.other_models.reference_values import (
     write_values,
 )
 from ftkit.extensions.other_models.second_model import check_context, check_tokens
-from ftkit.models.bodies.attention import AttentionPath, planned_path
+from ftkit.models.bodies.attention import planned_path
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import Adapter, read_adapter
 from ftkit.models.pretrained.base_model import BaseModel, fingerprint, open_base
@@ -50,14 +49,12 @@ from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.strategies.frozen import frozen, outline_frozen
 from ftkit.strategies.strategy import Strategy, compute_dtype, parameter_dtype
 from ftkit.training.journal import Journal
+from ftkit.training.setup import RunCompanion, Setup
 from ftkit.training.start import local_base
 from ftkit.utils.accelerators.use import free_cached_memory, sum_dtype
 from ftkit.utils.console.display import Display
 from ftkit.utils.progress import OnProgress
 from ftkit.version import __version__
-
-if TYPE_CHECKING:
-    from ftkit.training.setup import Setup
 
 # Each exchange sums an array over all ranks: many samples, so that they seldom wait for each other.
 _SAMPLES_AT_ONCE = 512
@@ -66,40 +63,21 @@ _SAVED_EVERY_S = 60.0
 """Seconds of work that an interruption may cost."""
 
 
-class BelowAdapterInRun:
+class BelowAdapterInRun(RunCompanion):
     """The trained model without its adapter, as the reference of a run."""
 
-    outlined: LanguageModel | None = None
-    identity: BaseIdentity | None = None
     _reference: BelowAdapter
 
-    def path(self, own: AttentionPath) -> AttentionPath:
-        return own
-
-    def identify(self) -> None:
-        """Do nothing: it is the base model of the run."""
-
-    def outline(self) -> None:
-        """Do nothing: it is the trained model."""
-
-    def prepare(self, setup: "Setup", journal: Journal) -> None:
+    def prepare(self, setup: Setup, journal: Journal) -> None:
         self._reference = BelowAdapter(setup.model, setup.strategy.precision.forward_context)
-
-    def load(self, setup: "Setup", display: Display) -> None:
-        """Do nothing: its weights are those of the trained model."""
 
     def of(self, samples: Samples) -> Reference:
         return self._reference
 
-    def write(self, directory: Path) -> list[Path]:
-        return []
 
-
-class ComputedBefore:
+class ComputedBefore(RunCompanion):
     """A reference of a run whose log-probabilities are computed before the first step."""
 
-    outlined: LanguageModel | None = None
-    identity: BaseIdentity | None = None
     _values: ReferenceValues
 
     def __init__(self, job: Job, base: BaseModel, max_seq_length: int) -> None:
@@ -118,16 +96,7 @@ class ComputedBefore:
             check_tokens(base, self._other, "reference")
             check_context(self._other, "reference", max_seq_length)
 
-    def path(self, own: AttentionPath) -> AttentionPath:
-        return own
-
-    def identify(self) -> None:
-        """Do nothing: a checkpoint has what was computed of it."""
-
-    def outline(self) -> None:
-        """Do nothing: nothing of it is there in training."""
-
-    def prepare(self, setup: "Setup", journal: Journal) -> None:
+    def prepare(self, setup: Setup, journal: Journal) -> None:
         recipe, start = setup.recipe, setup.start
         base, adapter = self._other, None
         if recipe.reference is None:
@@ -157,9 +126,6 @@ class ComputedBefore:
             warn=journal.warn,
         )
         journal.recorder.enter("set_up")
-
-    def load(self, setup: "Setup", display: Display) -> None:
-        """Do nothing: it is gone."""
 
     def of(self, samples: Samples) -> Reference:
         return Computed(self._values.of(samples))

@@ -10,10 +10,8 @@ ANSWERED_IN_PARTS = "an answer of several turns, which the template writes as se
 """Reason for a pair, or an answer with a label, without sample."""
 
 
-class PairRenderer(Renderer):
-    """Renders both answers of preference pairs: a sample has the chosen one, then the other."""
-
-    per_sample = 2
+class _PreferenceRenderer(Renderer):
+    """Renders by the renderer of a record with one answer."""
 
     def __init__(self, of_answers: Renderer) -> None:
         """Take the renderer of a record with one answer."""
@@ -27,6 +25,12 @@ class PairRenderer(Renderer):
     @property
     def stop_ids(self) -> frozenset[int]:
         return self._of_answers.stop_ids
+
+
+class PairRenderer(_PreferenceRenderer):
+    """Renders both answers of preference pairs: a sample has the chosen one, then the other."""
+
+    per_sample = 2
 
     def system(self, record: Record) -> str:
         return self._of_answers.system(record["chosen"])  # both have the same prompt
@@ -54,21 +58,8 @@ class PairRenderer(Renderer):
         return self._of_answers.example(record["chosen"])
 
 
-class LabelRenderer(Renderer):
+class LabelRenderer(_PreferenceRenderer):
     """Renders answers with a label: a sample has one of them, and whether it is desirable."""
-
-    def __init__(self, of_answers: Renderer) -> None:
-        """Take the renderer of a record with one answer."""
-        self._of_answers = of_answers
-        self.is_python_bound = of_answers.is_python_bound
-
-    @property
-    def template(self) -> ChatTemplate:
-        return self._of_answers.template
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return self._of_answers.stop_ids
 
     def system(self, record: Record) -> str:
         return self._of_answers.system(record)

@@ -3,13 +3,12 @@
 Weights in a form that no row reads cannot be trained: they are refused with the name of the method.
 """
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 METHODS = {
     "aqlm": "AQLM",
@@ -55,8 +54,7 @@ class StoredForm:
     @property
     def weights(self) -> Any:
         """What reads the weights; imported here, because it needs torch."""
-        module, _, name = self.place.partition(":")
-        return getattr(importlib.import_module(module), name)(self)
+        return imported(self.place)(self)
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,11 @@ from messages import message_of, says
 
 from ftkit.data.records.forms import Form
 from ftkit.data.records.record import Record
-from ftkit.data.records.shape_rows import (
-    PREFERENCES,
-    RECORD_SHAPES,
-    PreferenceRow,
-    ShapeRow,
-    imported,
-)
+from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES, PreferenceRow, ShapeRow
 from ftkit.data.records.shapes import RecordReader, reader_of
 from ftkit.data.sources import data_source
 from ftkit.recipe.recipe import Component
-from ftkit.utils.registry import Installed
+from ftkit.utils.registry import Installed, imported
 
 SAID = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
