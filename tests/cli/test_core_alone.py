@@ -43,7 +43,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
         left_out = shutil.ignore_patterns("extensions", "__pycache__")
         shutil.copytree(ROOT / name, place / name, ignore=left_out)
     for path in ROOT.iterdir():
-        if not path.name.startswith(".") and path.name not in ("ftkit", "tests"):
+        if path.name not in ("ftkit", "tests", ".git", ".venv"):
             (place / path.name).symlink_to(path)
     (place / "sitecustomize.py").write_text(_WITHOUT_INSTALLED)
     return place
