@@ -9,6 +9,7 @@ from typing import Any
 
 from ftkit.cli.commands import COMMANDS
 from ftkit.data.records.formats import RECORD_FORMATS
+from ftkit.data.records.media import MEDIA_KINDS
 from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES
 from ftkit.data.source_rows import DATA_SOURCES
 from ftkit.evaluation.task_programs import TASK_PROGRAMS
@@ -52,6 +53,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     IMPLEMENTATIONS,
     LAUNCHERS,
     LOGGERS,
+    MEDIA_KINDS,
     OBJECTIVES,
     OPTIMIZERS,
     PLUGIN_READERS,

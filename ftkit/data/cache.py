@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from ftkit.data.prepare import Counts, Prepared, make_renderer
 from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.media import MEDIA_KINDS
 from ftkit.data.records.record import Record
 from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES
 from ftkit.data.samples.sample_set import SampleArrays, SampleSet
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
 # Raised when the files of an entry change: entries that are older then have other addresses.
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 _LIBRARIES = ("sentencepiece", "tokenizers")
 """Libraries that make texts and tokens: another version may make others."""
 _CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
@@ -53,8 +54,11 @@ _ARRAYS = {
     "span_offsets": "<i8",
     "weights": "<f4",
     "desirable": "|b1",
+    "media": "<i4",
+    "media_offsets": "<i8",
+    "media_files": "u1",
 }
-"""Files of the samples; without weights or labels there is no file of them."""
+"""Files of the samples; without weights, labels or media there is no file of them."""
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
 # Bytes. hashlib and pread release the GIL, so that threads hash pieces at the same time.
 _PIECE_BYTES = 8 * 2**20
@@ -101,6 +105,8 @@ def rendering_of(part: Part, tokenizer: "Tokenizer") -> str:
         template = make_renderer(part, tokenizer).template
         values |= {"template": template.source, "special_tokens": dict(template.special_tokens)}
         values |= {"stops": tokenizer.stops}
+    if part.media:
+        values |= {"media": make_renderer(part, tokenizer).media_settings}
     return json.dumps(values, sort_keys=True)
 
 
@@ -164,7 +170,7 @@ def _code_digest() -> str:
     brought = (
         f"extensions/{one}"
         for one in extension_names()
-        if RECORD_SHAPES.of_extension(one) or PREFERENCES.of_extension(one)
+        if any(rows.of_extension(one) for rows in (RECORD_SHAPES, PREFERENCES, MEDIA_KINDS))
     )
     for name in (*_CODE, *brought):
         path = Path(__file__).parents[1] / name
@@ -320,6 +326,7 @@ def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
         "shape": part.shape,
         "description": part.description,
         "unused": dataclasses.asdict(part.unused),
+        "media": part.media,
         "rules": _plain(part.rules),
         "has_prompt_style": part.rules.prompt_style is not None,
         "rendering": entry.rendering,
@@ -354,6 +361,7 @@ def _part(values: Mapping[str, Any], name: str, style: AnyStyle | None) -> Part:
         rules=Rules(**values["rules"], prompt_style=style),
         train=(),
         val=(),
+        media=tuple(values["media"]),
     )
 
 
@@ -375,9 +383,9 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
             if name in values["files"]
         }
     )
-    spans = arrays.spans.reshape(-1, 2)
+    media = None if arrays.media is None else arrays.media.reshape(-1, 4)
     samples = SampleSet(
-        *arrays._replace(spans=spans),
+        *arrays._replace(spans=arrays.spans.reshape(-1, 2), media=media),
         per_sample=values["per_sample"],
         fingerprint=values["fingerprint"],
     )

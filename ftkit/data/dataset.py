@@ -120,10 +120,13 @@ class _Loading:
                     if split not in found:
                         found[split] = self._make(split, building)
         assert self._known is not None
+        renderer = make_renderer(self._known, self._tokenizer)
+        for prepared in found.values():
+            prepared.samples.media_reader = renderer.media_reader
         return LoadedPart(
             source=self._source,
             part=self._known,
-            renderer=make_renderer(self._known, self._tokenizer),
+            renderer=renderer,
             splits=found,
             notices=tuple(dict.fromkeys(self._notices)),
         )

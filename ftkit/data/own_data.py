@@ -8,12 +8,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, get_args
 
 from ftkit.data.records.bad import SKIP
 from ftkit.data.records.formats import files_of, format_of
 from ftkit.data.records.hub import HubName
+from ftkit.data.records.media import kinds_in
 from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.data.records.read import RecordSet, read_files, read_hub
 from ftkit.data.records.record import Record, Shape
@@ -619,6 +621,7 @@ class OwnData(DataSource):
             val=val,
             unused=records.unused,
             bad={split: of_split.kinds for split, of_split in bad.items()},
+            media=kinds_in(chain(train, val)),
         )
 
     def _read(self, source: _SourceOptions) -> RecordSet:

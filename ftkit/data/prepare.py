@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.records.bad import BadKind
+from ftkit.data.records.media import MEDIA_KINDS
 from ftkit.data.records.record import Record
-from ftkit.data.records.shape_rows import preference_row, shape_row
+from ftkit.data.records.shape_rows import lacks_extension, preference_row, shape_row
 from ftkit.data.rendering import (
     NO_OUTPUT,
     NO_TEXT,
@@ -29,6 +30,7 @@ from ftkit.data.rendering import (
 )
 from ftkit.data.samples.sample_set import SampleRows, SampleSet
 from ftkit.data.spec import Overlong, Part
+from ftkit.errors import UserError
 from ftkit.utils.process import die_with_parent
 from ftkit.utils.progress import OnProgress
 from ftkit.utils.registry import imported
@@ -140,7 +142,7 @@ def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rende
     starts: Sequence[int] = (0,)
     if length > max_seq_length and overlong == "drop":
         return []
-    if length > max_seq_length and overlong == "split":
+    if length > max_seq_length and overlong == "split" and not sample.media:
         starts = range(0, length - 1, max(max_seq_length - 1, 1))
     parts = (cut(sample, max_seq_length, first) for first in starts)
     return [part for part in parts if part.trained]
@@ -326,9 +328,28 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
         UserError: there is no such chat template, or an extension is missing.
     """
     rules = part.rules
-    renderer: Renderer = imported(shape_row(part.shape).renderer_place).of(rules, tokenizer)
+    renderer: Renderer
+    if part.media:
+        renderer = _media_renderer(part, tokenizer)
+    else:
+        renderer = imported(shape_row(part.shape).renderer_place).of(rules, tokenizer)
     if rules.preference is not None:
         renderer = imported(preference_row(rules.preference).renderer_place)(renderer)
+    return renderer
+
+
+def _media_renderer(part: Part, tokenizer: Any) -> Renderer:
+    """Make the renderer for records with media, of one kind."""
+    name, *others = part.media
+    row = MEDIA_KINDS.get(name)
+    if row is None:
+        raise UserError(f"A record with an {name} {lacks_extension(f'{name}s')}")
+    if others:
+        raise UserError(
+            f"The records of {part.name} have media of several kinds ({', '.join(part.media)}), "
+            "but those of a source are of one.\nGive each kind as a source of its own."
+        )
+    renderer: Renderer = imported(row.renderer_place)(part, tokenizer)
     return renderer
 
 

@@ -1,13 +1,15 @@
 """Renderers: how records become the token ids of samples, and which tokens carry loss."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress, groupby, takewhile
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from ftkit.data.media import MediaReader
+from ftkit.data.records.media import Medium
 from ftkit.data.records.record import Record
 from ftkit.data.spec import Rules
 from ftkit.models.chat_templates.prompt_styles import DEFAULT, AnyStyle, template_of_style
@@ -31,6 +33,8 @@ class Rendered(NamedTuple):
     """Weight of the tokens of each span; none: all weigh 1."""
     desirable: bool | None = None
     """Label of its answer; None: it has none."""
+    media: tuple[Medium, ...] = ()
+    """Its media, in the order of their tokens."""
 
     @property
     def label_count(self) -> int:
@@ -71,6 +75,10 @@ class Example(NamedTuple):
     """Input of the question, where the record has one."""
     is_whole: bool = True
     """Whether the answer ends behind the expected tokens; else they are its beginning."""
+    media: tuple[Medium, ...] = ()
+    """Media of the prompt."""
+    media_reader: MediaReader | None = None
+    """Reads them; None: there are none."""
 
 
 def without_end(text: str, end: str) -> str:
@@ -100,6 +108,10 @@ class Renderer(ABC):
     """Whether Python takes most of the time, so that processes help; else a library does."""
     per_sample = 1
     """Sequences of a sample: neighbours among those of a rendering."""
+    media_settings: Mapping[str, Any] = {}
+    """What decides how media become tokens, as JSON values."""
+    media_reader: MediaReader | None = None
+    """Reads the media of its samples; None: they have none."""
 
     @property
     @abstractmethod
@@ -129,12 +141,19 @@ class Renderer(ABC):
 
 
 def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
-    """Cut tokens from `first` on out of a sample, with the spans that still hold a label."""
+    """Cut tokens from `first` on out of a sample, with the spans that still hold a label.
+
+    A medium is never cut: the sample ends before it. A sample that has media keeps its beginning.
+    """
+    assert not (first and sample.media)
+    kept_media = tuple(medium for medium in sample.media if medium.end <= max_seq_length)
+    if len(kept_media) < len(sample.media):
+        max_seq_length = min(max_seq_length, sample.media[len(kept_media)].first)
     ids = sample.ids[first : first + max_seq_length]
     spans = [(max(begin - first, 0), min(end - first, len(ids))) for begin, end in sample.trained]
     kept = [max(begin, 1) < end for begin, end in spans]
     weights = tuple(compress(sample.weights, kept))
-    return Rendered(ids, tuple(compress(spans, kept)), weights, sample.desirable)
+    return Rendered(ids, tuple(compress(spans, kept)), weights, sample.desirable, kept_media)
 
 
 class PromptedRenderer(Renderer):

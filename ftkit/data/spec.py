@@ -66,6 +66,8 @@ class Part:
     """Keys of the records that are not used."""
     bad: Mapping[str, Sequence[BadKind]] = field(default_factory=dict)
     """Bad records that are left out, by split."""
+    media: tuple[str, ...] = ()
+    """Kinds of media in its records."""
 
     @property
     def summary(self) -> str:

@@ -3,17 +3,19 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from ftkit.data.media import with_media
 from ftkit.data.rendering import Example
 from ftkit.data.samples.layout import IntArray
 from ftkit.data.samples.sample_set import Samples
 from ftkit.evaluation.scoring import Score, Scoring
-from ftkit.models.generation import Context, answer_greedily, length_for
+from ftkit.models.generation import Context, ReadMedia, answer_greedily, length_for
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.companion import Companion
@@ -130,7 +132,7 @@ def validation_loss(
         statistics = sum_over_ranks(statistics)
     # [sums and divisors, terms, sources]
     totals = torch.zeros(2, len(terms), sources, dtype=sum_dtype(device), device=device)
-    for done, batch in enumerate(batches, start=1):
+    for done, batch in enumerate(with_media(batches), start=1):
         if done % STOP_INTERVAL == 1 and stopped():
             return None
         batch = move_data_to_device(batch, device)
@@ -214,10 +216,20 @@ def answer_records(
             stop_ids=stop_ids,
             max_new_tokens=max_new_tokens,
             goes_on=None if goes_on is None else of_interest,
+            media=media_of([questions[i] for i in fitting]),
         )
     for i, answer in zip(fitting, found, strict=True):
         answers[i] = answer
     return answers
+
+
+def media_of(questions: Sequence[Example]) -> ReadMedia | None:
+    """Return what reads the media of prompts; None: they have none."""
+    reader = next((question.media_reader for question in questions if question.media), None)
+    if reader is None:
+        return None
+    prompts = [question.prompt for question in questions]
+    return partial(reader.read, [question.media for question in questions], prompts)
 
 
 @contextmanager

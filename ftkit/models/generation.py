@@ -1,12 +1,14 @@
 """Generation: greedy answers of many prompts at once, or one sampled token by token."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel
@@ -16,6 +18,8 @@ from ftkit.utils.accelerators.kinds import device_kind
 Context = Callable[[], AbstractContextManager[object]]
 """Makes the context in which a model computes: the casts of a precision."""
 
+ReadMedia = Callable[[int], Mapping[str, Any]]
+"""Reads the media of prompts, given the width to which these are padded."""
 
 _SMALLEST = 64
 """Smallest size of prompts and caches, in tokens, where few sizes have to repeat."""
@@ -84,6 +88,7 @@ def answer_in_tokens(
     max_new_tokens: int,
     sampling: Sampling,
     context: Context = nullcontext,
+    media: ReadMedia | None = None,
 ) -> Iterator[int]:
     """Continue a prompt token by token, with a key-value cache.
 
@@ -94,6 +99,7 @@ def answer_in_tokens(
         max_new_tokens: length of the longest answer; the end of the model's context ends it too.
         sampling: how tokens are chosen.
         context: makes the context in which the model computes.
+        media: reads those of the prompt; None: it has none.
 
     Yields:
         The token ids of the answer.
@@ -109,6 +115,7 @@ def answer_in_tokens(
     generator = sampling.generator()
     # Padding follows the prompt, which never sees it; the answer overwrites its keys and values.
     newest = F.pad(prompt.long(), (0, width - length)).to(device)
+    read = None if media is None else move_data_to_device(media(width), device)
     last, places = torch.tensor([length - 1], device=device), torch.arange(width, device=device)
     # The context never spans a `yield`, where it would also change the computation of the caller.
     try:
@@ -117,7 +124,8 @@ def answer_in_tokens(
         for place in range(length, room):
             with context():
                 # Only the last token needs logits, which the head computes for no other.
-                logits = model(newest[None], last, positions=places[None])
+                logits = model(newest[None], last, positions=places[None], media=read)
+            read = None  # of the prompt alone
             token = sampling.choose(logits[0], generator)
             if token in stop_ids:
                 return
@@ -174,6 +182,7 @@ def answer_greedily(
     goes_on: Callable[[int, list[int]], bool] | None = None,
     choose: Callable[[Tensor], Tensor] = lambda logits: logits.argmax(dim=-1),
     apart: bool = False,
+    media: ReadMedia | None = None,
 ) -> list[Tensor]:
     """Continue each prompt with its most likely tokens, up to a token that ends the answer.
 
@@ -190,6 +199,7 @@ def answer_greedily(
             far. None: every answer runs to its end.
         choose: the next tokens, [prompts], given logits, [prompts, vocabulary].
         apart: whether each rank has prompts of its own, with room for equally many tokens.
+        media: reads those of the prompts; None: they have none.
 
     Returns:
         Token ids of the answers, [up to max_new_tokens] each.
@@ -209,12 +219,14 @@ def answer_greedily(
     finished = torch.zeros_like(lengths, dtype=torch.bool)
     ends_answer = torch.tensor(sorted(stop_ids), device=device)
     answers = []
+    read = None if media is None else move_data_to_device(media(width), device)
     model.body.start_cache(len(prompts), kept)
     try:
         # First the whole prompts, then the newest token of each.
         inputs, lasts, positions = tokens, ends, places
         for offset in range(room - longest):
-            newest = choose(model(inputs, lasts, positions=positions))
+            newest = choose(model(inputs, lasts, positions=positions, media=read))
+            read = None  # of the prompts alone
             newest = newest if apart else _broadcast_tokens(newest)
             # Finished answers go on with an end token, so that the batch keeps its shape.
             newest = newest.masked_fill(finished, ends_answer[0])

@@ -79,6 +79,7 @@ class LanguageModel(nn.Module):
         *,
         sequence_lengths: Sequence[int] | None = None,
         positions: Tensor | None = None,
+        media: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Summed loss of a micro-batch, or another output of the head at some positions.
 
@@ -90,11 +91,12 @@ class LanguageModel(nn.Module):
             sequence_lengths: tokens of each sequence in a row; None: one sequence in each line.
             positions: [batch, sequence], of the tokens in their sequences; with them, the
                 key-value cache of `body.start_cache` is read and extended.
+            media: of the sequences, see `Body.hidden`; None: they have none.
         """
         if positions is not None:
-            hidden = self.body.hidden_cached(input_ids, positions)
+            hidden = self.body.hidden_cached(input_ids, positions, media)
         else:
-            hidden = self.body.hidden(input_ids, sequence_lengths, self.kernel)
+            hidden = self.body.hidden(input_ids, sequence_lengths, self.kernel, media)
         on_cpu = self.kernel == "cpu"
         result: Tensor = self.head(hidden, label_indices, labels, output, on_cpu=on_cpu)
         return result
@@ -116,6 +118,7 @@ def output_of(
         batch["labels"],
         output,
         sequence_lengths=batch["sequence_lengths"],
+        media=batch.get("media"),
     )
     return result
 

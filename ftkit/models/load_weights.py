@@ -114,6 +114,7 @@ def fill(
     allocate_scales(model, device)
     # After the allocation, which leaves tables without values.
     model.body.build_rope_cache(device, rope_length)
+    model.body.load_beside(base.rest)
     if model.lora is not None:
         layers_of(model.lora).fill(model, device)
 

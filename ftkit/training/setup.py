@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -21,6 +21,7 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, LoadedPart, ValidationSets, load_data, load_sets
+from ftkit.data.records.media import MEDIA_KINDS
 from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
@@ -301,6 +302,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     strategy = make_strategy(plan)
     strategy.check_optimizer(strategy.device)
     data, sets = _read_data(models, objective, recipe, journal)
+    base = _with_encoder(base, plan, [*data.parts, *sets.parts])
     # Before the model is built and filled: other data or another base model show at once.
     known = identities(recipe, base, data, start.metadata)
     if companion is not None:
@@ -412,6 +414,31 @@ def _read_data(
     if rank() == 0:
         log_findings(data, base, longest, recipe.eval.validates, journal)
     return data, sets
+
+
+def _with_encoder(base: BaseModel, plan: Plan, parts: Sequence[LoadedPart]) -> BaseModel:
+    """Return a base model that takes the media of its data, if they have some.
+
+    Raises:
+        UserError: the run cannot give it any.
+    """
+    kinds = sorted({name for part in parts for name in part.part.media})
+    if not kinds:
+        return base
+    if companion_row(plan.recipe.objective) is not None:
+        raise UserError(
+            f"The records have {kinds[0]}s, but the other model of the objective is given none so "
+            "far. Try --objective sft."
+        )
+    if plan.kind.compiles_shapes:
+        raise UserError(
+            f"The records have {kinds[0]}s, whose sizes differ, but {plan.accelerator} devices "
+            "compile a program for each size. Try another --accelerator."
+        )
+    row = MEDIA_KINDS.get(kinds[0])
+    assert row is not None  # it has rendered them
+    made = base.architecture.with_encoder(row.encoder_place)
+    return dataclasses.replace(base, architecture=made)
 
 
 def _check_result(base: BaseModel, recipe: Recipe, journal: Journal) -> None:

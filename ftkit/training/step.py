@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from ftkit.checkpoint.metadata import SeedNames
+from ftkit.data.media import with_media
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.language_model import LanguageModel, compiled_graphs
 from ftkit.objectives.objective import Batch
@@ -163,7 +164,7 @@ class TrainStep:
             self._gather_statistics(step, of_step)
         self._seed_step(step)
         self._strategy.set_learning_rate(self._schedule.share(step))
-        for waiting in of_step:
+        for waiting in with_media(of_step):
             batch = move_data_to_device(waiting, self._device)
             self._clock.mark("data")
             self._step_loss.refer(batch)
@@ -190,7 +191,7 @@ class TrainStep:
     def _gather_statistics(self, step: int, batches: Sequence[Batch]) -> None:
         """Compute what the loss needs of the whole step before its first backward pass."""
         self._seed_step(step)
-        for waiting in batches:
+        for waiting in with_media(batches):
             batch = move_data_to_device(waiting, self._device)
             context = self._strategy.precision.forward_context
             self._step_loss.observe_mismatched(batch, context)

@@ -25,9 +25,9 @@ INSTALLED = (
     "tiktoken==0.14.0",
     "tokenizers==0.23.2",
     *("aiohttp", "einops", "filelock", "fsspec", "httpx", "hypothesis", "jinja2", "matplotlib"),
-    *("nvidia-ml-py", "packaging", "pandas", "peft", "psutil", "pyarrow", "pytest"),
-    *("pytest-timeout", "pytest-xdist", "pyyaml", "regex", "requests", "rich", "scikit-learn"),
-    *("scipy", "tensorboard", "tqdm", "typer", "xxhash", "zstandard"),
+    *("nvidia-ml-py", "packaging", "pandas", "peft", "pillow", "psutil", "pyarrow"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "pyyaml", "regex", "requests", "rich"),
+    *("scikit-learn", "scipy", "tensorboard", "tqdm", "typer", "xxhash", "zstandard"),
 )
 """What the machine with the GPU has: the pins that decide what works there, and others."""
 CARRIED = (

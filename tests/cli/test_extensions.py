@@ -376,8 +376,9 @@ def test_keys_of_another_package_are_keys_of_recipes(
     "strategy",
     [
         "single",
-        pytest.param("fsdp", marks=pytest.mark.slow),
-        pytest.param("deepspeed", marks=[pytest.mark.slow, needs_deepspeed]),
+        # As the strategies' own tests show for classes that are no rows.
+        pytest.param("fsdp", marks=pytest.mark.matrix),
+        pytest.param("deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),
     ],
 )
 def test_an_optimizer_of_another_package_is_trained_and_resumed(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from ftkit.data.records.bad import BadRecords
@@ -17,6 +18,7 @@ from ftkit.data.records.keys import (
     is_record_weight,
     record_weight,
 )
+from ftkit.data.records.media import with_references
 from ftkit.data.records.record import Misfit, Record, has_weights, keys_of, kind_of
 from ftkit.data.records.rows import until_filled, values_of_cells, without_nulls
 from ftkit.data.records.shape_rows import (
@@ -121,7 +123,8 @@ class RecordReader:
             try:
                 if isinstance(value, Misfit):
                     raise value
-                records.append(self._record(value, self._renamed(value)))
+                record = self._record(value, self._renamed(value))
+                records.append(with_references(record, _folder_of(number)))
             except (Misfit, RecursionError) as error:
                 if isinstance(error, Misfit):
                     message = self._explained(error, value)
@@ -247,6 +250,11 @@ class RecordReader:
             f" is {other.one}, but the first record is {self._form.one}.\n"
             "Give each kind as a source of its own: data.sources."
         )
+
+
+def _folder_of(number: Any) -> Path | None:
+    """Directory of the file of a row, given its number; None: it is of no file."""
+    return number[0].parent if isinstance(number, tuple) and isinstance(number[0], Path) else None
 
 
 def with_our_names(

@@ -1,6 +1,7 @@
 """Data loaders: the micro-batches of a step with their labels, and those of validation."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ftkit.data.media import MediaReader, Pending
+from ftkit.data.records.media import MEDIA
 from ftkit.data.samples.layout import (
     FILLER,
     IntArray,
@@ -32,6 +35,7 @@ def collate(
     is_last_of_step: bool = True,
     source: int | None = None,
     numbers: Sequence[int] = (),
+    reader: MediaReader | None = None,
 ) -> dict[str, Any]:
     """Make a micro-batch of samples: one after the other in a row, or padded to a rectangle.
 
@@ -46,6 +50,7 @@ def collate(
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
         numbers: of the sequences in the data set, if they are known; FILLER for a filler.
+        reader: reads their media, if they may have some.
 
     Returns:
         input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
@@ -70,6 +75,7 @@ def collate(
         tokens: how many, without padding and fillers.
         padded_tokens: numbers in input_ids.
         source: as given.
+        media: `ftkit.data.media.Pending`; missing if the sequences have none.
     """
     lengths = [1 if sample is None else len(sample.ids) - 1 for sample in samples]
     width = max(lengths) if shapes is None else shapes.length_for(max(lengths))
@@ -108,6 +114,11 @@ def collate(
         weights.append(np.zeros(missing, dtype=np.float32))
         label_sequences = np.append(label_sequences, np.full(missing, len(samples)))
         weighted = True
+    media = {}
+    if reader is not None and any(sample is not None and sample.media for sample in samples):
+        ids = [np.zeros(1, np.int32) if sample is None else sample.ids[:-1] for sample in samples]
+        found = [() if sample is None else sample.media for sample in samples]
+        media[MEDIA] = Pending(partial(reader.read, found, ids, None if padding_free else width))
     fillers = sum(sample is None for sample in samples)
     desirable = [sample is not None and sample.desirable for sample in samples]
     return {
@@ -132,6 +143,7 @@ def collate(
         "tokens": sum(lengths) - fillers,
         "padded_tokens": input_ids.size,
         "source": source,
+        **media,
     }
 
 
@@ -283,6 +295,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             is_last_of_step=is_last,
             source=source,
             numbers=numbers,
+            reader=self._samples.media_reader,
         )
         if self._mismatched:
             answers = [None if i == FILLER else self._samples[i] for i in before]

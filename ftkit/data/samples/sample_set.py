@@ -1,6 +1,7 @@
 """Samples: tokenised, in arrays, of one source or of several in one order."""
 
 import hashlib
+import json
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
+from ftkit.data.media import MediaReader
+from ftkit.data.records.media import Medium
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import IntArray
 
@@ -30,6 +33,8 @@ class Sample(NamedTuple):
     """[spans], weight of the tokens of each; None: all weigh 1."""
     desirable: bool | None = None
     """Label of its answer; None: it has none."""
+    media: tuple[Medium, ...] = ()
+    """Its media, in the order of their tokens."""
 
 
 class Samples(Dataset[Sample]):
@@ -40,6 +45,8 @@ class Samples(Dataset[Sample]):
 
     per_sample: int
     """Sequences of each sample."""
+    media_reader: MediaReader | None = None
+    """Reads their media; None: they have none."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -122,6 +129,13 @@ class SampleArrays(NamedTuple):
     """[spans of all sequences], as in Sample."""
     desirable: npt.NDArray[np.bool_] | None = None
     """[sequences], as in Sample."""
+    media: npt.NDArray[np.int32] | None = None
+    """[media of all sequences, 4]: number among the files, first token, end and size; None: there
+    are none."""
+    media_offsets: IntArray | None = None
+    """[sequences + 1], where the media of each sequence start, and the end."""
+    media_files: npt.NDArray[np.uint8] | None = None
+    """A JSON list in UTF-8: kind, digest and file of each file."""
 
 
 class SampleSet(Samples):
@@ -135,6 +149,9 @@ class SampleSet(Samples):
         span_offsets: IntArray,
         weights: npt.NDArray[np.float32] | None = None,
         desirable: npt.NDArray[np.bool_] | None = None,
+        media: npt.NDArray[np.int32] | None = None,
+        media_offsets: IntArray | None = None,
+        media_files: npt.NDArray[np.uint8] | None = None,
         *,
         per_sample: int = 1,
         fingerprint: str | None = None,
@@ -148,11 +165,17 @@ class SampleSet(Samples):
             span_offsets: of the spans.
             weights: of the spans, above 0; None: all are 1.
             desirable: labels of the sequences, one for each sample; None: they have none.
+            media: of the sequences; None: they have none.
+            media_offsets: of the media.
+            media_files: that they are of.
             per_sample: neighbours that are one sample.
             fingerprint: if it is known.
         """
         assert (len(offsets) - 1) % per_sample == 0
-        self.arrays = SampleArrays(tokens, offsets, spans, span_offsets, weights, desirable)
+        self.arrays = SampleArrays(
+            *(tokens, offsets, spans, span_offsets, weights, desirable),
+            *(media, media_offsets, media_files),
+        )
         self.per_sample = per_sample
         self._fingerprint = fingerprint
 
@@ -169,7 +192,7 @@ class SampleSet(Samples):
     def sequences(self, index: int) -> tuple[Sample, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        tokens, offsets, spans, span_offsets, weights, desirable = self.arrays
+        tokens, offsets, spans, span_offsets, weights, desirable, *_ = self.arrays
         first = index * self.per_sample
 
         def sequence(place: int) -> Sample:
@@ -179,9 +202,23 @@ class SampleSet(Samples):
                 spans[of_sequence],
                 None if weights is None else weights[of_sequence],
                 None if desirable is None else bool(desirable[place]),
+                self._media(place),
             )
 
         return tuple(sequence(place) for place in range(first, first + self.per_sample))
+
+    def _media(self, place: int) -> tuple[Medium, ...]:
+        media, offsets = self.arrays.media, self.arrays.media_offsets
+        if media is None or offsets is None:
+            return ()
+        rows = media[offsets[place] : offsets[place + 1]].tolist()
+        return tuple(Medium(*self._files[file], *numbers) for file, *numbers in rows)
+
+    @cached_property
+    def _files(self) -> list[tuple[str, str, str]]:
+        """Kind, digest and file of each file of media."""
+        files = self.arrays.media_files
+        return [] if files is None else [(k, d, f) for k, d, f in json.loads(files.tobytes())]
 
     @cached_property
     def lengths_by_sequence(self) -> IntArray:
@@ -257,7 +294,8 @@ class SampleSet(Samples):
         """
         if self._fingerprint is not None:
             return self._fingerprint
-        tokens, offsets, spans, span_offsets, weights, desirable = self.arrays
+        tokens, offsets, spans, span_offsets, weights, desirable, *_ = self.arrays
+        media, media_offsets = self.arrays.media, self.arrays.media_offsets
         masks: list[tuple[npt.NDArray[Any], str]] = [(spans, "<i4"), (span_offsets, "<i8")]
         # Checkpoints of earlier versions hold this fingerprint.
         if len(spans) == len(offsets) - 1 and (spans[:, 1] == np.diff(offsets)).all():
@@ -266,6 +304,11 @@ class SampleSet(Samples):
             masks.append((weights, "<f4"))
         if desirable is not None:
             masks.append((desirable, "|b1"))
+        if media is not None and media_offsets is not None:
+            # What the files hold, not where they lie.
+            digests = b"".join(bytes.fromhex(digest) for _, digest, _ in self._files)
+            of_media = np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)[media[:, 0]]
+            masks += [(of_media, "u1"), (media[:, 1:3], "<i4"), (media_offsets, "<i8")]
         digest = hashlib.sha256(b"" if self.per_sample == 1 else b"%d" % self.per_sample)
         for values, dtype in [(tokens, "<i4"), (offsets, "<i8"), *masks]:
             digest.update(np.ascontiguousarray(values, dtype=dtype).data)
@@ -282,10 +325,12 @@ class SampleRows:
         self._tokens, self._spans, self._weights = array("i"), array("i"), array("f")
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
         self._desirable = bytearray()
+        self._media, self._media_offsets = array("i"), array("q", [0])
+        self._media_files: dict[tuple[str, str, str], int] = {}
 
     def extend(self, samples: Iterable[Rendered]) -> None:
         """Append the sequences of samples."""
-        for ids, trained, weights, desirable in samples:
+        for ids, trained, weights, desirable, media in samples:
             self._tokens.extend(ids)
             self._offsets.append(len(self._tokens))
             for span in trained:
@@ -294,6 +339,11 @@ class SampleRows:
             self._weights.extend(weights or repeat(1.0, len(trained)))
             if desirable is not None:
                 self._desirable.append(desirable)
+            for medium in media:
+                file = (medium.kind, medium.digest, medium.file)
+                number = self._media_files.setdefault(file, len(self._media_files))
+                self._media.extend((number, medium.first, medium.end, medium.size))
+            self._media_offsets.append(len(self._media) // 4)
 
     def finish(self) -> SampleSet:
         """Return the samples; none can be added after."""
@@ -305,7 +355,18 @@ class SampleRows:
             np.frombuffer(self._span_offsets, dtype=np.int64),
             None if (weights == 1).all() else weights,
             np.frombuffer(self._desirable, dtype=np.bool_) if self._desirable else None,
+            *self._finished_media(),
             per_sample=self._per_sample,
+        )
+
+    def _finished_media(self) -> tuple[Any, Any, Any]:
+        if not self._media:
+            return None, None, None
+        files = json.dumps([*self._media_files]).encode()
+        return (
+            np.frombuffer(self._media, dtype=np.int32).reshape(-1, 4),
+            np.frombuffer(self._media_offsets, dtype=np.int64),
+            np.frombuffer(files, dtype=np.uint8),
         )
 
 
@@ -324,6 +385,9 @@ class JoinedSamples(Samples):
         """
         self._sets, self._sources, self._places = tuple(sets), sources, places
         (self.per_sample,) = {each.per_sample for each in sets}
+        # All are read for one base model.
+        readers = (each.media_reader for each in sets)
+        self.media_reader = next((one for one in readers if one is not None), None)
 
     @classmethod
     def one_after_another(
@@ -422,6 +486,7 @@ class ScoredSamples(Samples):
     def __init__(self, samples: Samples) -> None:
         """Wrap samples without copying them."""
         self._samples, self.per_sample = samples, samples.per_sample
+        self.media_reader = samples.media_reader
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -17,6 +17,7 @@ from ftkit.extensions.chats.marks import (
     mark_of,
     unused_of,
 )
+from ftkit.extensions.chats.media import MediaOfRow
 from ftkit.extensions.chats.record_shapes import ROWS
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.utils.names import nearest
@@ -109,7 +110,8 @@ def conversation_record(row: dict[str, Any], key: str) -> Record:
         Misfit: it is not a list of turns.
     """
     check_beside_messages(row)
-    return _conversation(_messages(row, key), row)
+    media = MediaOfRow(row)
+    return _conversation(_messages(row, key, media), row, media)
 
 
 def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
@@ -125,14 +127,15 @@ def prompted_conversation(row: dict[str, Any], *, answered: bool) -> Record:
         Misfit: it is not a list of turns.
     """
     check_beside_messages(row)
-    messages = _messages(row, "prompt")
+    media = MediaOfRow(row)
+    messages = _messages(row, "prompt", media)
     for message in messages:
         if message["role"] == "assistant":
             # The prompt is context: its earlier answers came from elsewhere.
             message.setdefault("train", False)
     if answered or "completion" in row:
-        messages += _messages(row, "completion")
-    return _conversation(messages, row)
+        messages += _messages(row, "completion", media)
+    return _conversation(messages, row, media)
 
 
 def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
@@ -205,13 +208,13 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
             yield from unused_of(parts, _OF_PARTS, f"{key}.{said}")
 
 
-def _conversation(messages: list[Record], row: dict[str, Any]) -> Record:
+def _conversation(messages: list[Record], row: dict[str, Any], media: MediaOfRow) -> Record:
     """Messages with what stands beside them: system prompt, tools, arguments of the template."""
     system = row.get("system")
     # Of two system prompts the one inside the messages counts.
     if system and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": _content(system, ", system", False)})
-    record = _with_tools({"messages": messages}, row)
+    record = media.added_to(_with_tools({"messages": messages}, row))
     arguments = arguments_of(row)
     return record | {ARGUMENTS: arguments} if arguments else record
 
@@ -223,7 +226,7 @@ def _keys_of_message(turn: dict[str, Any]) -> tuple[str, str]:
     return _SHAREGPT if "from" in turn and "role" not in turn else _OPENAI
 
 
-def _messages(row: dict[str, Any], key: str) -> list[Record]:
+def _messages(row: dict[str, Any], key: str, media: MediaOfRow) -> list[Record]:
     turns = row.get(key)
     if key not in row:
         raise Misfit(f" has no {key}; its keys: {keys_of(row)}. {_RULE}\nAdd {key}.")
@@ -237,7 +240,7 @@ def _messages(row: dict[str, Any], key: str) -> list[Record]:
     messages: list[Record] = []
     may_join = False
     for number, turn in enumerate(turns, 1):
-        message = _message(turn, f", message {number}")
+        message = _message(turn, f", message {number}", media)
         is_call = turn.get("role") == "tool_call"
         # ms-swift writes calls at one time as turns behind each other.
         if is_call and may_join and message.keys() == messages[-1].keys():
@@ -248,7 +251,7 @@ def _messages(row: dict[str, Any], key: str) -> list[Record]:
     return messages
 
 
-def _message(turn: Any, where: str) -> Record:
+def _message(turn: Any, where: str, media: MediaOfRow) -> Record:
     if not isinstance(turn, dict):
         raise Misfit(f"{where} is {kind_of(turn)}. {_RULE}\nCorrect or remove the record.")
     sender, said = _keys_of_message(turn)
@@ -270,6 +273,7 @@ def _message(turn: Any, where: str) -> Record:
     if name in _CALLING:
         calls, value = _tool_calls(_parsed(value, said, where), where), None
     if isinstance(value, list):
+        value = media.as_texts(value, where)
         value, thought, others = _sorted_parts(value, where)
         calls = calls + others
         # Beside another thought of the message, if it has one: two that differ are refused.

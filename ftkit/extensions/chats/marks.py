@@ -22,6 +22,7 @@ from ftkit.data.records.keys import (
     short,
     weight_among,
 )
+from ftkit.data.records.media import kind_of_column
 from ftkit.models.chat_templates.arguments import (
     ARGUMENTS,
     RULE,
@@ -49,7 +50,8 @@ def check_beside_messages(row: Mapping[str, Any]) -> None:
         if is_empty(row[key]):
             continue
         # A number of an ordinary table, such as a count of images.
-        if key in MEDIA and not isinstance(row[key], bool | int | float):
+        is_media = key in MEDIA and not isinstance(row[key], bool | int | float)
+        if is_media and kind_of_column(key) is None:
             raise Refusal(explain_media(key, ""))
         if key == "history" and is_turns(row[key]):
             raise Refusal(

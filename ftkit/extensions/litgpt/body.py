@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import litgpt.model
@@ -133,7 +133,11 @@ class LitgptBody(OutlineOfGpt, Body):
         return self.max_seq_length
 
     def hidden(
-        self, input_ids: Tensor, lengths: Sequence[int] | None, kernel: AttentionKernel
+        self,
+        input_ids: Tensor,
+        lengths: Sequence[int] | None,
+        kernel: AttentionKernel,
+        media: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Compute what `litgpt.GPT.forward` computes without a cache."""
         sequences = Sequences.of(input_ids, lengths, kernel)
@@ -168,7 +172,9 @@ class LitgptBody(OutlineOfGpt, Body):
         else:
             self.cache = KeyValueCache((batch, length))
 
-    def hidden_cached(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def hidden_cached(
+        self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None = None
+    ) -> Tensor:
         if self.cache is None:
             return self(input_ids, input_pos=positions)
         self.cache.positions = positions.expand_as(input_ids)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from ftkit.checkpoint.metadata import REFERENCE
 from ftkit.data.dataset import DataSets
+from ftkit.data.media import with_media
 from ftkit.data.samples.layout import FILLER, IntArray, RankLayout
 from ftkit.data.samples.loader import inference_loader
 from ftkit.data.samples.sample_set import Samples
@@ -387,7 +388,7 @@ def _of_samples(
     # One more, for fillers: so all tensors of a micro-batch have the size of all others.
     nowhere = len(numbers) * each
     found = torch.zeros(nowhere + 1, dtype=sum_dtype(device), device=device)
-    for batch in inference_loader(samples, numbers, layout):
+    for batch in with_media(inference_loader(samples, numbers, layout)):
         batch = move_data_to_device(batch, device)
         with strategy.precision.forward_context():
             values = sequence_log_probabilities(model, batch)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from ftkit.errors import UserError
 from ftkit.models.routing import RouterLoss
 
 ModelLayout = str
@@ -149,6 +150,9 @@ class Architecture(ABC):
     """Whether each expert has linear layers of its own, which adapters find like any others."""
     scores: bool = False
     """True for a reward model: its output layer has one row, which gives a sequence its score."""
+    encoder: str | None = None
+    """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` beside the language model; None:
+    the model is given texts alone."""
 
     @property
     @abstractmethod
@@ -311,6 +315,20 @@ class Architecture(ABC):
     @abstractmethod
     def with_score(self) -> Self:
         """Copy whose output layer gives a score."""
+
+    def with_encoder(self, place: str) -> Self:
+        """Copy that is given media, too.
+
+        Args:
+            place: of the `encoder`.
+
+        Raises:
+            UserError: its implementation takes none.
+        """
+        raise UserError(
+            f"The records have media, which the code of {self.implementation} does not take. "
+            "Try --model_implementation transformers."
+        )
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

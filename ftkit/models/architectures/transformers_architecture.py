@@ -119,6 +119,7 @@ class TransformersArchitecture(Architecture):
     depth: int | None = None
     """Number of blocks; None: as in the settings."""
     scores: bool = False
+    encoder: str | None = None
 
     implementation = TRANSFORMERS
     body = "ftkit.models.bodies.transformers_body:TransformersBody"
@@ -532,6 +533,9 @@ class TransformersArchitecture(Architecture):
 
     def with_score(self) -> Self:
         return dataclasses.replace(self, scores=True)
+
+    def with_encoder(self, place: str) -> Self:
+        return dataclasses.replace(self, encoder=place)
 
     def identity(self) -> dict[str, Any]:
         # Differences from the defaults: keys that a newer transformers adds change no fingerprint.

@@ -105,6 +105,10 @@ def attention_kernel(
     return "flash" if has_flash and takes else "sdpa"
 
 
+Blocks = tuple[tuple[tuple[int, int], ...], ...]
+"""For each sequence, spans [first, end) whose tokens also see the later ones of their span."""
+
+
 @dataclass(frozen=True)
 class Sequences:
     """Sequences of a micro-batch: which of its tokens belong together."""
@@ -177,7 +181,14 @@ def _copied(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     return pinned(torch.from_numpy(values), device).to(device, non_blocking=True)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    scores: Scores,
+    blocks: Blocks | None = None,
+) -> Tensor:
     """Causal attention within each sequence.
 
     Args:
@@ -186,10 +197,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
         v: [tokens, groups, value size].
         sequences: which tokens belong together.
         scores: how products become weights.
+        blocks: of each sequence; None: none has any.
 
     Returns:
         [tokens, heads, value size].
     """
+    if blocks is not None:
+        return _attend_in_blocks(q, k, v, sequences, scores, blocks)
     if sequences.starts is not None:
         return _varlen(q, k, v, sequences, scores)
     # The kernel for CPUs takes values of the size of keys only.
@@ -208,6 +222,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
     return results[0] if len(results) == 1 else torch.cat(results)
 
 
+def _attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, blocks: Blocks
+) -> Tensor:
+    """Attention within each sequence, in which the tokens of a block see each other, too."""
+    results = []
+    parts = (part.split(sequences.lengths) for part in (q, k, v))
+    for queries, keys, values, own in zip(*parts, blocks, strict=True):
+        length = len(queries)
+        if not own:  # as if none had any, so that it is computed alike beside all others
+            alone = Sequences((length,), sequences.kernel)
+            results.append(attend(queries, keys, values, alone, scores))
+            continue
+        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(diagonal=1)
+        for first, end in own:
+            hidden[first:end, first:end] = False
+        if (window := scores.window_within(length)) is not None:
+            hidden |= torch.ones_like(hidden).tril(diagonal=-window)
+        q, k, v = (_by_heads(part, 1) for part in (queries, keys, values))
+        results.append(_weighted(q, k, v, scores, hidden).transpose(1, 2).flatten(0, 1))
+    return torch.cat(results)
+
+
 @dataclass
 class KeyValueCache:
     """Keys and values of all layers by the positions of their tokens."""
@@ -218,6 +254,8 @@ class KeyValueCache:
     """[sequences, tokens], of the tokens in the current pass."""
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """[sequences, groups, positions, size] each, by the index of the layer."""
+    blocks: Blocks | None = None
+    """Of the sequences, in a pass of whole prompts; None: no token sees a later one."""
 
     def _extended(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add the keys and values of the current pass and return all of a layer.
@@ -259,6 +297,9 @@ class KeyValueCache:
         # Prompts of different lengths are in one batch, so each row has its own mask.
         places = torch.arange(keys.size(2), device=keys.device)
         hidden = places > self.positions[..., None]
+        for row, own in enumerate(self.blocks or ()):
+            for first, end in own:
+                hidden[row, first:end, first:end] = False
         if scores.window is not None:
             hidden |= places <= self.positions[..., None] - scores.window
         hidden = hidden[:, None]

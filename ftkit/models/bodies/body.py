@@ -1,9 +1,9 @@
 """The body of a model: the modules between token ids and the head, in any implementation."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn as nn
@@ -25,6 +25,24 @@ class GatedMlp:
     """Name of the layer in the module."""
     up: str
     down: str
+
+
+class MediaEncoder(Protocol):
+    """The parts of a model that compute media; each rank has them whole, and they are not trained.
+
+    It is made of an architecture and transformers' whole model, on the meta device.
+    """
+
+    def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        """Fill its parameters; arguments as of `Body.load_beside`."""
+
+    def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
+        """Put what media become in the place of embeddings.
+
+        Args:
+            embedded: [batch, sequence, width], embeddings of the tokens.
+            media: as `ftkit.data.media.MediaReader` has read them.
+        """
 
 
 class Body(nn.Module, ABC):
@@ -104,7 +122,11 @@ class Body(nn.Module, ABC):
 
     @abstractmethod
     def hidden(
-        self, input_ids: Tensor, lengths: Sequence[int] | None, kernel: AttentionKernel
+        self,
+        input_ids: Tensor,
+        lengths: Sequence[int] | None,
+        kernel: AttentionKernel,
+        media: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Compute the hidden states for the head, [batch, sequence, width].
 
@@ -112,6 +134,16 @@ class Body(nn.Module, ABC):
             input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
             lengths: tokens of each sequence in a row; None: one sequence in each line.
             kernel: of attention.
+            media: as `ftkit.data.media.MediaReader` has read them; only a body that is made for
+                them is given some.
+        """
+
+    def load_beside(self, rest: Mapping[str, Any]) -> None:
+        """Load what computes media, once the body has its tables.
+
+        Args:
+            rest: stored tensors outside of the language model, by their names in files; none: the
+                values do not matter.
         """
 
     @abstractmethod
@@ -119,12 +151,15 @@ class Body(nn.Module, ABC):
         """Allocate keys and values of `batch` sequences of `length` positions."""
 
     @abstractmethod
-    def hidden_cached(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def hidden_cached(
+        self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None = None
+    ) -> Tensor:
         """Compute the hidden states of tokens that follow those in the cache, and extend it.
 
         Args:
             input_ids: [batch, sequence].
             positions: [batch, sequence], of the tokens in their sequences.
+            media: as of `hidden`, where these tokens are whole prompts.
         """
 
     @abstractmethod

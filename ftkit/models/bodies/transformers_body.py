@@ -9,7 +9,7 @@ products that fake tensors do not support in float32, or reads values of tensors
 quantised matrices.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -30,12 +30,13 @@ from ftkit.models.architectures.transformers_outline import (
 )
 from ftkit.models.bodies.attention import (
     AttentionKernel,
+    Blocks,
     KeyValueCache,
     Scores,
     Sequences,
     attend,
 )
-from ftkit.models.bodies.body import Body, GatedMlp
+from ftkit.models.bodies.body import Body, GatedMlp, MediaEncoder
 from ftkit.models.bodies.experts import (
     PAIRS,
     FusedExperts,
@@ -49,6 +50,7 @@ from ftkit.models.bodies.norm import replace_norms
 from ftkit.models.bodies.rotation import rotate_in_few_kernels
 from ftkit.models.routing import RouterLoss, Routing
 from ftkit.models.token_numbers import TokenNumbers
+from ftkit.utils.registry import imported
 
 _OURS = "ftkit"
 """Name by which transformers finds the functions for attention and experts below."""
@@ -74,6 +76,10 @@ class TransformersBody(Body):
         self._heads = [whole.get_submodule(head_name(whole))]  # in a list: not registered
         model = architecture.language_in(whole)
         self._model_name = architecture.language_name
+        # Not registered: strategies, checkpoints and optimizers have nothing to do with it.
+        self._encoders: list[MediaEncoder] = []
+        if architecture.encoder is not None:
+            self._encoders.append(imported(architecture.encoder)(architecture, whole))
         self._place(model)
         self._takes_rows = architecture.takes_rows
         self._attended = _Attended()
@@ -106,6 +112,8 @@ class TransformersBody(Body):
         }
         """Buffers that no file holds, as the model has computed them on the CPU."""
         self._so_far: Tensor | None = None
+        self._behind: Tensor | None = None
+        """[batch], what is added to positions behind prompts with media; None: nothing."""
         self.train()
 
     def train(self, mode: bool = True) -> Self:
@@ -197,8 +205,16 @@ class TransformersBody(Body):
     def max_length(self) -> int:
         return self._max_length
 
+    def load_beside(self, rest: Mapping[str, Any]) -> None:
+        for encoder in self._encoders:
+            encoder.load(rest, self.embedding.weight.dtype, self.device)
+
     def hidden(
-        self, input_ids: Tensor, lengths: Sequence[int] | None, kernel: AttentionKernel
+        self,
+        input_ids: Tensor,
+        lengths: Sequence[int] | None,
+        kernel: AttentionKernel,
+        media: Mapping[str, Any] | None = None,
     ) -> Tensor:
         sequences = Sequences.of(input_ids, lengths, kernel)
         self._attended.sequences, self._attended.cache = sequences, None
@@ -206,10 +222,19 @@ class TransformersBody(Body):
             places = torch.arange(input_ids.shape[1], device=input_ids.device)
         else:
             places = sequences.positions(input_ids.device)
-        return self._last_hidden(input_ids, places.expand_as(input_ids))
+        self._attended.blocks = None if media is None else media.get("blocks")
+        return self._last_hidden(input_ids, places.expand_as(input_ids), media)
 
-    def _last_hidden(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        outputs = self._model(input_ids=input_ids, position_ids=positions, use_cache=False)
+    def _last_hidden(
+        self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        given: dict[str, Tensor] = {"input_ids": input_ids}
+        if media is not None:
+            (encoder,) = self._encoders
+            given = {"inputs_embeds": encoder.embedded(self.embedding(input_ids), media)}
+            # Where positions have several axes: [axes, batch, sequence].
+            positions = media.get("positions", positions)
+        outputs = self._model(**given, position_ids=positions, use_cache=False)
         hidden: Tensor = outputs.last_hidden_state
         dtype = self.embedding.weight.dtype
         # Mamba adds up in float32, whatever its weights are.
@@ -223,14 +248,23 @@ class TransformersBody(Body):
         else:
             self._so_far = torch.zeros(batch, length, dtype=torch.long, device=self.device)
 
-    def hidden_cached(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def hidden_cached(
+        self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None = None
+    ) -> Tensor:
         if self._so_far is not None:
+            assert media is None, "only models whose attention is ours are given media"
             return self._computed_again(input_ids, positions)
         cache = self._attended.cache
         assert cache is not None, "start_cache comes first"
         positions = positions.expand_as(input_ids)
         cache.positions = positions
-        return self._last_hidden(input_ids, positions)
+        cache.blocks = None if media is None else media.get("blocks")
+        if media is not None and "positions" in media:
+            # Behind the prompt they go on from the largest one, not from the count of tokens.
+            self._behind = media["behind"]
+        elif self._behind is not None:
+            positions = positions + self._behind[:, None]
+        return self._last_hidden(input_ids, positions, media)
 
     def _computed_again(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute all tokens so far again, for models whose own cache is not supported."""
@@ -245,7 +279,7 @@ class TransformersBody(Body):
         return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.size(-1)))
 
     def end_cache(self) -> None:
-        self._attended.cache = self._so_far = None
+        self._attended.cache = self._so_far = self._behind = None
 
 
 def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:
@@ -366,6 +400,8 @@ class _Attended:
     sequences: Sequences | None = None
     """Sequences of the batch; None: the cache is used."""
     cache: KeyValueCache | None = None
+    blocks: Blocks | None = None
+    """Of the sequences; None: no token sees a later one."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         """Attention of one layer.
@@ -387,7 +423,8 @@ class _Attended:
         batch = len(q)
         # All sequences in a row, as in ftkit's attention for rows.
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
-        return attend(q, k, v, self.sequences, scores).unflatten(0, (batch, -1))
+        attended = attend(q, k, v, self.sequences, scores, self.blocks)
+        return attended.unflatten(0, (batch, -1))
 
 
 def _use_attention(model: nn.Module, attended: _Attended) -> None:

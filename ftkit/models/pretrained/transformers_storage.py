@@ -233,6 +233,10 @@ class TransformersStorage(WeightStorage):
         # By the name in transformers' model, because files of any age may have others.
         return self._architecture.is_rest(self._target(name)[0])
 
+    def rest_in(self, stored: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:
+        """Tensors outside of the language model, by their names in transformers' model."""
+        return {self._target(name)[0]: tensor for name, tensor in stored.items()}
+
     def may_be_any(self, name: str) -> bool:
         known = self._known.get(self._target(name)[0])
         # Tables of whole numbers, such as the experts of each token (DeepSeek V4).

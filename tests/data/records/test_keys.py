@@ -247,8 +247,18 @@ PREFERENCE = "the objective learns from one answer"
                 ("audios", ["a.wav"]),
                 ("image", {"path": "a.jpg"}),
             )
+            if record in (INSTRUCTION, COMPLETION) or not key.startswith("image")
         ),
-        ({"conversations": SHAREGPT, "image": "a.jpg"}, ": image holds", "Remove the record"),
+        *(
+            (record | {key: value}, f": {key} has 1, but ... 0 places", f"Correct {key}")
+            for record in (chat(), {"conversations": SHAREGPT})
+            for key, value in (
+                ("images", ["a.jpg"]),
+                ("images", [{"bytes": b"\xff"}]),
+                ("image", {"path": "a.jpg"}),
+                ("image", "a.jpg"),
+            )
+        ),
         (chat(images=["a.jpg"]), "message 2: images holds", "Remove the record"),
         *(
             (record | {"image": "a.jpg"}, ": image holds", "place in the text (<image>)")
@@ -260,7 +270,11 @@ PREFERENCE = "the objective learns from one answer"
         ),
         *(
             (chat(content=[{"type": kind}]), f"a part that is '{kind}'", "Remove the part")
-            for kind in ("image", "image_url", "input_audio", "audio", "video")
+            for kind in ("input_audio", "audio", "video")
+        ),
+        *(
+            (chat(content=[{"type": kind}]), "message 2, part 1 is an image without", "Correct")
+            for kind in ("image", "image_url")
         ),
         *(
             (INSTRUCTION | {key: value}, f": {key} is", "with messages ... chat_template_kwargs")

@@ -521,9 +521,9 @@ def test_a_conversation_without_an_answer_is_read(messages: list[Record]) -> Non
         ({"role": "user", "content": {"a": 1}}, {}, "content is an object"),
         ({"role": "user", "content": "\udfff"}, {}, "message 2 ... content ... valid text"),
         (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]},
             {},
-            "'image_url' ... text parts",
+            "'video' ... text parts",
         ),
         ({"role": "user", "content": ["a"]}, {}, "has a part that is 'a text'"),
         ({"role": "user", "content": "a", "name": 5}, {}, "name is a number"),

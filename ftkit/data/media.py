@@ -1,0 +1,87 @@
+"""Media of micro-batches: read in threads, ahead of the step that needs them."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from ftkit.data.records.media import MEDIA, Medium
+
+_AHEAD = 2
+"""Micro-batches whose media are read beside the computation."""
+_MOST_THREADS = 8
+
+
+class MediaReader(ABC):
+    """Makes tensors of the media of micro-batches, for one base model."""
+
+    @abstractmethod
+    def read(
+        self,
+        media: Sequence[Sequence[Medium]],
+        ids: Sequence[Any],
+        width: int | None,
+    ) -> Mapping[str, Any]:
+        """Read the media of a micro-batch; threads call this beside the computation.
+
+        Args:
+            media: of each sequence.
+            ids: [tokens] of each sequence, as the model is given them.
+            width: of the padded sequences; None: they lie in a row.
+
+        Returns:
+            What `ftkit.models.bodies.body.Body.hidden` takes as media.
+
+        Raises:
+            UserError: a file is not what it was when the samples were made.
+        """
+
+
+class Pending:
+    """Media of a micro-batch that are not read yet."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
+        """Take what reads them."""
+        self._read = read
+        self._future: Future[Mapping[str, Any]] | None = None
+
+    def begin(self) -> None:
+        """Begin to read in a thread."""
+        if self._future is None:
+            self._future = _threads().submit(self._read)
+
+    def take(self) -> Mapping[str, Any]:
+        """Return what was read; nothing of it is kept here."""
+        self.begin()
+        assert self._future is not None
+        future, self._future = self._future, None
+        return future.result()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="media")
+
+
+def with_media(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield micro-batches with their media, and read those of the next ones meanwhile.
+
+    They are made for the micro-batch that is next, never for a whole step: a step of 512 images of
+    a megapixel would take 6 GB.
+    """
+    waiting: deque[dict[str, Any]] = deque()
+
+    def ready(batch: dict[str, Any]) -> dict[str, Any]:
+        pending = batch.get(MEDIA)
+        return batch if pending is None else {**batch, MEDIA: pending.take()}
+
+    for batch in batches:
+        if MEDIA in batch:
+            batch[MEDIA].begin()
+        waiting.append(batch)
+        if len(waiting) > _AHEAD:
+            yield ready(waiting.popleft())
+    while waiting:
+        yield ready(waiting.popleft())

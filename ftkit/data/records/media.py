@@ -1,0 +1,135 @@
+"""Media of records: files, such as images, that stand for tokens of a sample.
+
+A record has them under `MEDIA`, each with the place of its file, and each place in a text is one
+character that no text has. A kind of media says how files become tokens and tensors; nothing here
+knows what is in them.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ftkit.data.records.record import Misfit, Record
+from ftkit.utils.registry import Registry, imported
+
+MEDIA = "media"
+"""Key of a canonical record: a list of objects with `kind`, `file` and what its kind adds. While a
+record is read, they are `Found`."""
+_FIRST_PLACE, _LAST_PLACE = 0xF0000, 0xFFFFD
+"""Characters for private use of which each is the place of a medium in a text."""
+PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
+MOST_MEDIA = _LAST_PLACE - _FIRST_PLACE + 1
+"""Most media whose places differ in one text."""
+
+
+class Medium(NamedTuple):
+    """A medium of a sequence."""
+
+    kind: str
+    """Name of a `MediaKind`."""
+    digest: str
+    """SHA-256 of its file."""
+    file: str
+    """Where it lies."""
+    first: int
+    """First of the tokens that it stands for, among those of the sequence."""
+    end: int
+    size: int
+    """What it costs to encode, in units of its kind: patches of an image."""
+
+
+class Found(NamedTuple):
+    """A medium of a record as it was read."""
+
+    kind: str
+    value: Any
+    where: str
+    """Its place within the record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaKind:
+    """A kind of media."""
+
+    name: str
+    mark: str
+    """Place in the texts of a record whose media stand in a column."""
+    columns: tuple[str, ...]
+    """Keys of a record, or of a message, that hold such media."""
+    parts: tuple[str, ...]
+    """Types of content parts that hold one."""
+    reference_place: str
+    """MODULE:FUNCTION that takes a value of such a column or part and the directory of its file of
+    records, or None, and returns the object of a canonical record; it raises Misfit for a value
+    that it cannot read."""
+    renderer_place: str
+    """MODULE:FUNCTION that takes a part and its tokenizer, and returns the renderer of records with
+    such media, which has their reader; None for a tokenizer: texts alone are needed."""
+    encoder_place: str
+    """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` of models that take them."""
+
+
+MEDIA_KINDS: Registry[MediaKind] = Registry("media_kinds", (MediaKind,), core=())
+"""Kinds of media by name."""
+
+
+def place_of(number: int) -> str:
+    """The character that is the place of a medium, by its number."""
+    return chr(_FIRST_PLACE + number)
+
+
+def number_of(place: str) -> int:
+    """The number of the medium at a place."""
+    return ord(place) - _FIRST_PLACE
+
+
+def kind_of_column(key: str) -> MediaKind | None:
+    """Return the kind of media that a column holds; None: none that is here."""
+    return next((kind for kind in MEDIA_KINDS if key in kind.columns), None)
+
+
+def kind_of_part(part: Any) -> MediaKind | None:
+    """Return the kind of media that a content part is; None: none that is here."""
+    found = part.get("type") if isinstance(part, dict) else None
+    return next((kind for kind in MEDIA_KINDS if found in kind.parts), None)
+
+
+def kinds_in(records: Iterable[Record]) -> tuple[str, ...]:
+    """Names of the kinds of media in some records, each once."""
+    return tuple(sorted({one["kind"] for record in records for one in record.get(MEDIA, ())}))
+
+
+def with_references(record: Record, folder: Path | None) -> Record:
+    """Return a record that was read with its media as canonical records have them.
+
+    Args:
+        record: perhaps with media that were found.
+        folder: of the file that it was read from; None: it has none.
+
+    Raises:
+        Misfit: a medium is not there, or nothing that can be read; or an answer of several has
+            some.
+    """
+    for key, inside in record.items():
+        if isinstance(inside, dict) and MEDIA in inside:
+            raise Misfit(
+                f": {key} has {_names(inside)}, but only records with one answer may have them so "
+                "far.\nRemove the record, or train on one answer."
+            )
+    if MEDIA not in record:
+        return record
+    media = []
+    for kind, value, where in record[MEDIA]:
+        row = MEDIA_KINDS.get(kind)
+        assert row is not None
+        try:
+            media.append({"kind": kind, **imported(row.reference_place)(value, folder)})
+        except Misfit as misfit:
+            raise Misfit(f"{where}{misfit}") from None
+    return record | {MEDIA: media}
+
+
+def _names(record: Record) -> str:
+    return " and ".join(sorted({f"{found.kind}s" for found in record[MEDIA]}))

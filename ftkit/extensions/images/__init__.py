@@ -1,0 +1,1 @@
+"""Images: read, counted in tokens, and computed by the parts of a model that see."""

@@ -1,0 +1,84 @@
+"""The parts of a model that see: whole on every rank, and frozen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
+from ftkit.models.architectures.transformers_outline import compute_buffers
+from ftkit.models.pretrained.transformers_storage import TransformersStorage
+
+
+class ImageEncoder:
+    """Tower and projector of transformers' model around a language model."""
+
+    def __init__(self, architecture: TransformersArchitecture, whole: PreTrainedModel) -> None:
+        """Take the parts out of the whole model.
+
+        Args:
+            architecture: of the model.
+            whole: on the meta device.
+        """
+        self._architecture = architecture
+        owner = architecture.language_name.rpartition(".")[0]
+        self._owner: Any = whole.get_submodule(owner)
+        self._prefix = f"{owner}." if owner else ""
+        language = architecture.language_in(whole)
+        self._parts = {
+            name: part for name, part in self._owner.named_children() if part is not language
+        }
+        for part in self._parts.values():
+            part.requires_grad_(False).eval()
+            if isinstance(part, PreTrainedModel):
+                compute_buffers(part)
+        self._tables = {
+            name: buffer for name, buffer in self._named_buffers() if not buffer.is_meta
+        }
+
+    def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        """Fill the parameters; see `ftkit.models.bodies.body.MediaEncoder`."""
+        stored = TransformersStorage(self._architecture).rest_in(rest) if rest else {}
+        for name, tensor in [*self._named(nn.Module.named_parameters), *self._named_buffers()]:
+            owner, _, kind = name.rpartition(".")
+            module = self._owner.get_submodule(owner)
+            if isinstance(tensor, nn.Parameter):
+                value = torch.empty(tensor.shape, dtype=dtype, device=device)
+                if rest:
+                    value = stored[f"{self._prefix}{name}"].read().to(device, dtype, copy=True)
+                setattr(module, kind, nn.Parameter(value, requires_grad=False))
+            elif name in self._tables:
+                module._buffers[kind] = self._tables[name].to(device, copy=True)
+            elif rest:  # a table that files hold
+                module._buffers[kind] = stored[f"{self._prefix}{name}"].read().to(device)
+
+    def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
+        """Put the features of images in the places of their tokens."""
+        # Image by image: kernels for one and for several round differently, and a micro-batch has
+        # one or several as the layout has it.
+        with torch.no_grad():
+            features = [self._features(inputs) for inputs in media["images"]]
+        rows = torch.cat(features).to(embedded.dtype)
+        flat = embedded.flatten(0, 1).index_copy(0, media["places"], rows)
+        return flat.view_as(embedded)
+
+    def _features(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """[tokens, width], what an image becomes."""
+        dtype = next(next(iter(self._parts.values())).parameters()).dtype
+        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        found = self._owner.get_image_features(**given, return_dict=True).pooler_output
+        features: Tensor = found if isinstance(found, Tensor) else torch.cat(list(found))
+        return features.flatten(0, -2)
+
+    def _named(self, method: Any) -> list[tuple[str, Any]]:
+        return [
+            (f"{part}.{name}", tensor)
+            for part, module in self._parts.items()
+            for name, tensor in method(module)
+        ]
+
+    def _named_buffers(self) -> list[tuple[str, Tensor]]:
+        return self._named(nn.Module.named_buffers)

@@ -1,0 +1,160 @@
+"""How one base model takes images: its settings, and its image processor."""
+
+import hashlib
+import json
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftkit.errors import UserError
+from ftkit.extensions.images.families import FAMILIES, Family, ImageSettings, Inputs, family_of
+from ftkit.extensions.images.files import BrokenImage, decode, read_file
+
+_SETTINGS = ("preprocessor_config.json", "processor_config.json")
+
+
+class ImageModel:
+    """Settings and image processor of a base model that sees."""
+
+    def __init__(self, directory: Path, token_text: Any) -> None:
+        """Read the settings.
+
+        Args:
+            directory: of the base model.
+            token_text: function that gives the text of a token.
+
+        Raises:
+            UserError: ftkit cannot give images to this model.
+        """
+        self._directory = directory
+        self.config = _json(directory / "config.json")
+        kind = str(self.config.get("model_type"))
+        family = family_of(kind)
+        if family is None:
+            known = ", ".join(name for one in FAMILIES for name in one.types)
+            raise UserError(
+                f"The records have images, but {kind} models are not given any so far; ftkit gives "
+                f"them to {known}.\nChoose such a model, or remove the records with images."
+            )
+        if not any((directory / name).is_file() for name in _SETTINGS):
+            raise UserError(
+                f"{directory} has no preprocessor_config.json, which says how images are read.\n"
+                "Download the model again."
+            )
+        self.family: Family = family
+        self.token_id = int(self.config.get(family.token, self.config.get("image_token_id", -1)))
+        self.token = str(token_text(self.token_id))
+        """Text of the token that stands for a part of an image."""
+        self.mark = family.mark.format(token=self.token)
+        self._texts: dict[tuple[int, int], tuple[str, int]] = {}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the tokens of an image and its pixels, as JSON values."""
+        processor = {name: _json(self._directory / name) for name in _SETTINGS}
+        return {"model": self.config, "processor": processor}
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        # The backend of Pillow needs no torchvision, and no code of the directory is run.
+        return AutoImageProcessor.from_pretrained(
+            self._directory, backend="pil", trust_remote_code=False, local_files_only=True
+        )
+
+    @cached_property
+    def _settings(self) -> ImageSettings:
+        processor = self._processor.to_dict() | _json(self._directory / "processor_config.json")
+        return ImageSettings(self.config, processor, self.token)
+
+    def inputs(self, content: bytes) -> Inputs:
+        """Decode and process an image.
+
+        Args:
+            content: of its file.
+
+        Raises:
+            BrokenImage: it cannot be decoded.
+        """
+        return self._processed(decode(content))
+
+    def _processed(self, image: Any) -> Inputs:
+        images: list[Any] = [[image]] if self.family.nested else [image]
+        found = self._processor(images=images, return_tensors="pt", **self.family.options)
+        return dict(found)
+
+    def text_of(self, content: bytes) -> tuple[str, int]:
+        """The text that an image becomes, and its patches.
+
+        Raises:
+            BrokenImage: it cannot be decoded.
+        """
+        image = decode(content)
+        # All images of a size become the same text.
+        if image.size not in self._texts:
+            inputs = self._processed(image)
+            made = self.family.text(self._settings, inputs), self.family.patches(inputs)
+            self._texts[image.size] = made
+        return self._texts[image.size]
+
+    def positions(self, ids: torch.Tensor, inputs: list[Inputs]) -> torch.Tensor:
+        """[3, tokens], positions of the tokens of a sequence along time, height and width.
+
+        As `get_rope_index` of transformers' models, which reads values on the device.
+
+        Args:
+            ids: [tokens].
+            inputs: of the images of the sequence.
+        """
+        merge = int(self._settings.processor.get("merge_size", 2))
+        made: list[torch.Tensor] = []
+        at, now = 0, 0
+        is_image = (ids == self.token_id).tolist()
+        for one in inputs:
+            _, height, width = (int(side) for side in one["image_grid_thw"][0])
+            height, width = height // merge, width // merge
+            first = is_image.index(True, at)
+            made.append(now + torch.arange(first - at).expand(3, -1))
+            now += first - at
+            rows = torch.arange(height).repeat_interleave(width)
+            columns = torch.arange(width).repeat(height)
+            made.append(now + torch.stack([torch.zeros_like(rows), rows, columns]))
+            now, at = now + max(height, width), first + height * width
+        made.append(now + torch.arange(len(ids) - at).expand(3, -1))
+        return torch.cat(made, dim=1)
+
+
+@cache
+def image_model(directory: Path, tokenizer: Any) -> ImageModel:
+    """Return the settings of a base model, read once."""
+    return ImageModel(directory, tokenizer.token_text)
+
+
+def content_of(file: str, digest: str) -> bytes:
+    """Read a file again, which must hold what it held.
+
+    Raises:
+        UserError: it is not there, or holds something else.
+    """
+    try:
+        content = read_file(Path(file))
+    except BrokenImage as broken:
+        raise UserError(
+            f"The image {file} {broken}, but samples were made of it.\nPut it back."
+        ) from None
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise UserError(
+            f"The image {file} has changed since samples were made of it.\n"
+            "Put the former one back, or start again to make new samples."
+        )
+    return content
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,15 @@
+"""The kind of media that images are."""
+
+from ftkit.data.records.media import MediaKind
+
+ROWS = (
+    MediaKind(
+        name="image",
+        mark="<image>",
+        columns=("images", "image"),
+        parts=("image", "image_url"),
+        reference_place="ftkit.extensions.images.files:reference",
+        renderer_place="ftkit.extensions.images.rendering:renderer",
+        encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
+    ),
+)

@@ -1,0 +1,72 @@
+"""The reader of images of micro-batches: pixels, places, positions and blocks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftkit.data.media import MediaReader
+from ftkit.data.records.media import Medium
+from ftkit.errors import UserError
+from ftkit.extensions.images.files import BrokenImage
+from ftkit.extensions.images.image_model import ImageModel, content_of
+
+
+class ImageReader(MediaReader):
+    """Reads the images of samples for one base model."""
+
+    def __init__(self, model: ImageModel) -> None:
+        """Take the settings of the base model."""
+        self._model = model
+
+    def read(
+        self, media: Sequence[Sequence[Medium]], ids: Sequence[Any], width: int | None
+    ) -> Mapping[str, Any]:
+        """Read the images of a micro-batch; arguments as of `MediaReader`.
+
+        Returns:
+            images: what the image processor returns for each.
+            places: [tokens of images], where they are among all tokens of the micro-batch.
+            positions: [3, batch, sequence]; missing where positions have one axis.
+            behind: [sequences], what an answer behind each adds to the count of tokens; as those.
+            blocks: of each sequence, the spans of its images; missing where no token of an image
+                sees a later one.
+        """
+        family = self._model.family
+        images, places, positions, blocks = [], [], [], []
+        start = 0
+        for own, tokens in zip(media, ids, strict=True):
+            sequence = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
+            found = [self._inputs(medium) for medium in own]
+            is_image = sequence == self._model.token_id
+            images += found
+            places.append(is_image.nonzero()[:, 0] + start)
+            if family.axes:
+                positions.append(self._model.positions(sequence, found))
+            blocks.append(tuple((medium.first, medium.end) for medium in own))
+            start += len(sequence) if width is None else width
+        made: dict[str, Any] = {"images": images, "places": torch.cat(places)}
+        if family.axes:
+            made["positions"] = _laid_out(positions, width)
+            made["behind"] = torch.tensor([int(own.max()) + 1 - own.size(1) for own in positions])
+        if family.sees_itself:
+            made["blocks"] = tuple(blocks)
+        return made
+
+    def _inputs(self, medium: Medium) -> Mapping[str, Any]:
+        try:
+            found = self._model.inputs(content_of(medium.file, medium.digest))
+        except BrokenImage as broken:
+            raise UserError(f"The image {medium.file} {broken}.") from None
+        return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _laid_out(positions: Sequence[torch.Tensor], width: int | None) -> torch.Tensor:
+    """[3, batch, sequence], of the positions of each sequence."""
+    if width is None:
+        return torch.cat(list(positions), dim=1)[:, None]
+    made = torch.zeros(3, len(positions), width, dtype=torch.int64)
+    for row, own in enumerate(positions):
+        made[:, row, : own.size(1)] = own
+    return made

@@ -1,0 +1,261 @@
+"""The renderer of conversations with images: each image becomes the tokens that stand for it."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, compress
+from typing import Any, NamedTuple
+
+from ftkit.data.records.media import MEDIA, MOST_MEDIA, PLACES, Medium, number_of, place_of
+from ftkit.data.records.record import Record
+from ftkit.data.rendering import Example, Rendered, Renderer, Rendering, cut
+from ftkit.data.spec import Part
+from ftkit.errors import UserError
+from ftkit.extensions.chats.rendering import ChatRenderer
+from ftkit.extensions.images.files import BrokenImage
+from ftkit.extensions.images.image_model import ImageModel, content_of, image_model
+from ftkit.extensions.images.reader import ImageReader
+from ftkit.extensions.images.template import ImageTemplate
+
+LITERAL = "its text has the token of images"
+"""Reason for a refusal of a record."""
+DAMAGED = "an image of it is damaged"
+"""Reason for a refusal of a record."""
+_THREADS = 4
+_Found = Mapping[str, tuple[str, int]]
+"""Text and patches of images by their digest; of one that is damaged, `_BROKEN`."""
+_BROKEN = ("", 0)
+
+
+def renderer(part: Part, tokenizer: Any) -> Renderer:
+    """Make the renderer of a part whose records have images.
+
+    Raises:
+        UserError: the records are no conversations, or the model does not see.
+    """
+    if part.shape != "messages":
+        raise UserError(
+            f"The records of {part.name} have images, but only conversations may have them.\n"
+            "Write the records with messages."
+        )
+    plain = ChatRenderer.of(part.rules, tokenizer)
+    if tokenizer is None:
+        return plain
+    model = image_model(tokenizer.directory, tokenizer)
+    return ImageRenderer(
+        _ImageTokenizer(tokenizer),
+        ImageTemplate.of(plain.template, model.mark),
+        train_on=part.rules.train_on,
+        reasoning=part.rules.reasoning,
+        model=model,
+    )
+
+
+class _Encoded(NamedTuple):
+    """Tokens of a text with their character spans."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class _ImageTokenizer:
+    """A tokenizer for which the character of a place is all that its image becomes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.texts: Mapping[str, str] = {}
+        """Text of the image at each place."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Anything else is the tokenizer's own."""
+        if name.startswith("__") or name == "_tokenizer":  # asked for by pickle
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def encode_all_rendered(self, texts: Sequence[str]) -> list[_Encoded]:
+        """Encode texts with images in them."""
+        whole = [PLACES.sub(lambda place: self.texts[place.group()], text) for text in texts]
+        encodings = self._tokenizer.encode_all_rendered(whole)
+        return [
+            _Encoded(encoded.ids, self._moved(text, encoded.offsets))
+            for text, encoded in zip(texts, encodings, strict=True)
+        ]
+
+    def _moved(self, text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Places of tokens in the text in which each image is one character."""
+        starts, ends, at = list[int](), list[int](), list[int]()
+        longer = 0
+        for place in PLACES.finditer(text):
+            length = len(self.texts[place.group()])
+            starts.append(place.start() + longer)
+            ends.append(place.start() + longer + length)
+            at.append(place.start())
+            longer += length - 1
+        if not starts:
+            return list(offsets)
+
+        def moved(position: int, *, is_end: bool) -> int:
+            before = bisect_right(starts, position - is_end) - 1
+            if before < 0:
+                return position
+            if position - is_end < ends[before]:  # within the image
+                return at[before] + is_end
+            return at[before] + 1 + position - ends[before]
+
+        return [
+            (moved(first, is_end=False), max(moved(end, is_end=True), moved(first, is_end=False)))
+            for first, end in offsets
+        ]
+
+
+class ImageRenderer(ChatRenderer):
+    """Renders conversations with images, whose tokens never carry loss."""
+
+    def __init__(
+        self,
+        tokenizer: _ImageTokenizer,
+        template: ImageTemplate,
+        *,
+        model: ImageModel,
+        **rules: Any,
+    ) -> None:
+        """Set the rules of rendering.
+
+        Args:
+            tokenizer: of the base model.
+            template: writes the conversations.
+            model: of which the images become tokens.
+            rules: as of `ChatRenderer`.
+        """
+        self._images, self._model = tokenizer, model
+        self.media_settings, self.media_reader = model.settings, ImageReader(model)
+        super().__init__(tokenizer, template, **rules)
+
+    def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+        for some in _groups(records):
+            yield from self._render(some)
+
+    def example(self, record: Record) -> Example:
+        found = self._read([record])
+        if (reason := self._refusal(record, found)) is not None:
+            raise UserError(f"A record cannot be asked about: {reason}.\nRemove the record.")
+        self._images.texts = _texts([record], found)
+        example = super().example(record)
+        prompt = self._with_media(Rendered(example.prompt, ()), record, found)
+        return example._replace(
+            instruction=PLACES.sub("<image>", example.instruction),
+            media=prompt.media,
+            media_reader=self.media_reader if prompt.media else None,
+        )
+
+    def _render(self, records: Sequence[Record]) -> Iterator[Rendering]:
+        found = self._read(records)
+        reasons = [self._refusal(record, found) for record in records]
+        taken = [r for r, reason in zip(records, reasons, strict=True) if reason is None]
+        self._images.texts = _texts(taken, found)
+        firsts = accumulate((len(record.get(MEDIA, ())) for record in taken), initial=0)
+        rendered = super().render([_moved(*one) for one in zip(taken, firsts, strict=False)])
+        for record, reason in zip(records, reasons, strict=True):
+            if reason is not None:
+                yield Rendering(refused=reason)
+                continue
+            one = next(rendered)
+            samples = tuple(self._with_media(sample, record, found) for sample in one.samples)
+            yield one._replace(samples=samples)
+
+    def _read(self, records: Sequence[Record]) -> _Found:
+        files = {m["sha256"]: m["file"] for record in records for m in record.get(MEDIA, ())}
+
+        def read(item: tuple[str, str]) -> tuple[str, int]:
+            digest, file = item
+            try:
+                return self._model.text_of(content_of(file, digest))
+            except BrokenImage:
+                return _BROKEN
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return dict(zip(files, pool.map(read, files.items()), strict=True))
+
+    def _refusal(self, record: Record, found: _Found) -> str | None:
+        contents = (message["content"] for message in record["messages"])
+        if any(self._model.token in content for content in contents):
+            return f"{LITERAL} ({self._model.token})"
+        is_damaged = any(found[medium["sha256"]] == _BROKEN for medium in record.get(MEDIA, ()))
+        return DAMAGED if is_damaged else None
+
+    def _with_media(self, sample: Rendered, record: Record, found: _Found) -> Rendered:
+        """A sample with the media that it has, which carry no loss."""
+        places = [i for i, token in enumerate(sample.ids) if token == self._model.token_id]
+        media, at = list[Medium](), 0
+        for medium in record.get(MEDIA, ()):
+            if at == len(places):  # a sample may end before the last turns
+                break
+            text, patches = found[medium["sha256"]]
+            count = text.count(self._model.token)
+            own = places[at : at + count]
+            assert len(own) == count, "the tokenizer keeps the tokens of images apart"
+            media.append(
+                Medium("image", medium["sha256"], medium["file"], own[0], own[-1] + 1, patches)
+            )
+            at += count
+        assert at == len(places)
+        sample = _without_loss(sample, media)._replace(media=tuple(media))
+        # Nothing is predicted at the end, where an image would lack its last token.
+        while sample.media and sample.media[-1].end == len(sample.ids):
+            sample = cut(sample, sample.media[-1].first)
+        return sample
+
+
+def _texts(records: Sequence[Record], found: _Found) -> dict[str, str]:
+    """Texts of the images of some records, by places that count over all of them."""
+    media = (medium for record in records for medium in record.get(MEDIA, ()))
+    return {place_of(i): found[medium["sha256"]][0] for i, medium in enumerate(media)}
+
+
+def _groups(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+    """Records whose images have places that differ."""
+    first, count = 0, 0
+    for number, record in enumerate(records):
+        own = len(record.get(MEDIA, ()))
+        if count + own > MOST_MEDIA:
+            yield records[first:number]
+            first, count = number, 0
+        count += own
+    yield records[first:]
+
+
+def _moved(record: Record, by: int) -> Record:
+    """A record whose places begin with another number."""
+    if not by or MEDIA not in record:
+        return record
+    messages = [
+        message
+        | {
+            "content": PLACES.sub(
+                lambda place: place_of(number_of(place.group()) + by), message["content"]
+            )
+        }
+        for message in record["messages"]
+    ]
+    return record | {"messages": messages}
+
+
+def _without_loss(sample: Rendered, media: Sequence[Medium]) -> Rendered:
+    """A sample of which no token of a medium carries loss."""
+    spans = list(sample.trained)
+    weights = list(sample.weights or [1.0] * len(spans))
+    for medium in media:
+        cut = [
+            (parts, weight)
+            for (first, end), weight in zip(spans, weights, strict=True)
+            for parts in ((first, min(end, medium.first)), (max(first, medium.end), end))
+            if parts[0] < parts[1]
+        ]
+        # A span beside the medium stands in both parts whole.
+        kept = dict(cut)
+        spans, weights = list(kept), list(kept.values())
+    of_spans = tuple(weights) if sample.weights else ()
+    kept_spans = [max(first, 1) < end for first, end in spans]
+    return sample._replace(
+        trained=tuple(compress(spans, kept_spans)), weights=tuple(compress(of_spans, kept_spans))
+    )

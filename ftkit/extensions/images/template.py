@@ -1,0 +1,109 @@
+"""Chat templates that write images: each image becomes the character of its place.
+
+Conversations hold one character for each image (`ftkit.data.records.media`). A template of a model
+that sees takes content parts and writes a mark for each; all other templates take the text as it
+is. Either way the rendered text has the characters, so that what finds turns in it needs to know
+nothing of images. Imports no torch: templates are rendered in a process of their own.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ftkit.data.records.media import PLACES, place_of
+from ftkit.models.chat_templates.template import ChatTemplate, Message, TemplateRefusal
+
+Takes = Literal["texts", "parts for images", "parts"]
+"""What a template takes as contents: texts alone, parts where a message has an image, or always."""
+_PROBE = "probe"
+
+
+@dataclass(frozen=True)
+class ImageTemplate(ChatTemplate):
+    """A template whose text has the character of a place for each image."""
+
+    mark: str = ""
+    """What the template writes for an image in a content part."""
+    takes: Takes = "texts"
+
+    @classmethod
+    def of(cls, template: ChatTemplate, mark: str) -> "ImageTemplate":
+        """Find out what a template takes, by rendering a message.
+
+        Args:
+            template: any.
+            mark: as in this class.
+        """
+        values = {
+            field.name: getattr(template, field.name) for field in dataclasses.fields(template)
+        }
+        made = cls(**values, mark=mark)
+        for takes in ("parts for images", "parts"):
+            tried = dataclasses.replace(made, takes=takes)
+            if tried._writes(f"{place_of(0)}{_PROBE}") and tried._writes(_PROBE):
+                return tried
+        return made
+
+    def _writes(self, content: str) -> bool:
+        """Whether the texts and the images of a message are written, each once."""
+        try:
+            text = self.render([{"role": "user", "content": content}])
+        except TemplateRefusal:
+            return False
+        return sorted(PLACES.findall(text)) == PLACES.findall(content) and _PROBE in text
+
+    def _run(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> tuple[str, list[tuple[int, str]]]:
+        if self.takes == "texts":
+            return super()._run(messages, tools, add_generation_prompt, variables)
+        places = [p for message in messages for p in PLACES.findall(message["content"] or "")]
+        given = [
+            {**message, "content": _parts(message["content"] or "")}
+            if self.takes == "parts" or PLACES.search(message["content"] or "")
+            else message
+            for message in messages
+        ]
+        text, blocks = super()._run(given, tools, add_generation_prompt, variables)
+        found = text.count(self.mark)
+        if found != len(places):
+            raise TemplateRefusal(
+                f"the template writes {found} images for {len(places)}; or a text has {self.mark}"
+            )
+        return _with_places(text, blocks, self.mark, places)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """Content parts of a text with places."""
+    pieces = re.split(f"({PLACES.pattern})", content)
+    return [
+        {"type": "image"} if PLACES.fullmatch(piece) else {"type": "text", "text": piece}
+        for piece in pieces
+        if piece
+    ]
+
+
+def _with_places(
+    text: str, blocks: Sequence[tuple[int, str]], mark: str, places: Sequence[str]
+) -> tuple[str, list[tuple[int, str]]]:
+    """Replace the marks in a text and its generation blocks by places, in their order."""
+    first, *rest = text.split(mark)
+    made = first + "".join(place + piece for place, piece in zip(places, rest, strict=True))
+    moved = []
+    for start, block in blocks:
+        before, inside = text.count(mark, 0, start), block.count(mark)
+        own, *others = block.split(mark)
+        behind = zip(places[before : before + inside], others, strict=True)
+        moved.append(
+            (
+                start - before * (len(mark) - 1),
+                own + "".join(place + piece for place, piece in behind),
+            )
+        )
+    return made, moved

@@ -1,0 +1,139 @@
+"""Models that see learn what a plain loop of transformers learns, on any layout."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, make_run, needs_deepspeed
+from seeing_models import KINDS, PlainLoop, save_model, write_chats
+
+pytestmark = pytest.mark.slow
+
+STEPS, CUT, RATE, EPS = 6, 3, 5e-3, 1e-5
+ALONE = "rows of 8"
+RESUMED = "stopped, then two ranks"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    ALONE: (1, {"train.micro_batch_size": 8}),
+    "padded": (1, {"train.micro_batch_size": 4, "train.padding_free": False}),
+    "fsdp x2": (2, {"strategy": "fsdp", "train.micro_batch_size": 1}),
+    RESUMED: (2, {"strategy": "fsdp", "train.micro_batch_size": 2}),
+    "ddp x2": (2, {"strategy": "ddp", "train.micro_batch_size": 2}),
+    "deepspeed x2": (2, {"strategy": "deepspeed", "train.micro_batch_size": 4}),
+}
+OFTEN = (ALONE, "padded", "fsdp x2", RESUMED)
+"""Layouts of every family; the others are those of some."""
+
+Found = dict[tuple[str, str], Outcome]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seen")
+    write_chats(folder / "chats.jsonl")
+    for kind in KINDS:
+        save_model(kind, folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, rows: list[dict[str, Any]]) -> Any:
+    @functools.cache
+    def trained(kind: str) -> tuple[list[float], PlainLoop]:
+        loop = PlainLoop(kind, folder / kind, folder)
+        return loop.losses(rows, STEPS, RATE, EPS), loop
+
+    return trained
+
+
+def _case(folder: Path, kind: str, layout: str, **more: Any) -> Case:
+    changes = {
+        **dict(NO_EVALUATION),
+        "checkpoint_dir": str(folder / kind),
+        "data.json_path": None,
+        "data.path": str(folder / "chats.jsonl"),
+        "data.mask_prompt": None,
+        "data.val_split_fraction": 0,
+        "data.chat_template": "tokenizer",
+        "train.global_batch_size": 8,
+        "train.epochs": STEPS,
+        "train.lr_warmup_steps": 0,
+        "train.lr_schedule": "constant",
+        "train.max_norm": None,
+        "train.max_seq_length": 512,
+        "optimizer.lr": RATE,
+        # Adam would turn gradients that rounding leaves into steps: those of biases of keys.
+        "optimizer.eps": EPS,
+        "optimizer.weight_decay": 0.0,
+        **LAYOUTS[layout][1],
+    }
+    strategy = changes.pop("strategy", "single")
+    return Case(str(strategy), "full", changes=tuple(changes.items()), **more)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Found:
+    run = make_run(tmp_path_factory)
+    cases = {(kind, layout): _case(folder, kind, layout) for kind, layout in WANTED}
+    halves = {kind: _case(folder, kind, ALONE, stop_after=CUT) for kind in KINDS}
+    ones = {name: case for name, case in cases.items() if LAYOUTS[name[1]][0] == 1}
+    found = run(1, [*ones.values(), *halves.values()])
+    for kind, half in halves.items():
+        cases[kind, RESUMED] = _case(folder, kind, RESUMED, start=found[half].out_dir)
+    found |= run(2, [case for name, case in cases.items() if name not in ones])
+    return {name: found[case] for name, case in cases.items()}
+
+
+WANTED = [(kind, layout) for kind in KINDS for layout in OFTEN] + [
+    (kind, layout) for kind in KINDS[:1] for layout in LAYOUTS if layout not in OFTEN
+]
+EACH = pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(*one, marks=[needs_deepspeed] * one[1].startswith("deepspeed"))
+        for one in WANTED
+    ],
+)
+
+
+@EACH
+def test_losses_are_those_of_a_plain_loop(
+    trained: Found, plain: Any, kind: str, layout: str
+) -> None:
+    losses, _ = plain(kind)
+    assert trained[kind, layout].losses == pytest.approx(losses, rel=1e-5)
+
+
+@EACH
+def test_every_layout_learns_the_same(trained: Found, kind: str, layout: str) -> None:
+    assert_same_maths(trained[kind, layout], trained[kind, ALONE], validations=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_result_answers_as_the_plain_loop(
+    trained: Found, plain: Any, folder: Path, rows: list[dict[str, Any]], kind: str
+) -> None:
+    _, loop = plain(kind)
+    final = PlainLoop(kind, trained[kind, ALONE].out_dir / "final", folder)
+    for row in rows[:3]:
+        inputs, _ = loop.sample(row)
+        with torch.no_grad():
+            expected, found = (one.model(**inputs).logits for one in (loop, final))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_that_see_are_kept(trained: Found, plain: Any, folder: Path, kind: str) -> None:
+    _, loop = plain(kind)
+    base = PlainLoop(kind, folder / kind, folder).model.state_dict()
+    final = PlainLoop(kind, trained[kind, ALONE].out_dir / "final", folder).model.state_dict()
+    frozen = {n for n, p in loop.model.named_parameters() if not p.requires_grad}
+    assert frozen
+    assert all(torch.equal(base[name], final[name]) for name in frozen)
