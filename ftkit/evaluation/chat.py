@@ -6,18 +6,20 @@ Answers go to standard output; everything else to standard error.
 import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
+from ftkit.data.records.media import Prompt, numbered, with_files
+from ftkit.data.records.record import Record
 from ftkit.errors import UserError
 from ftkit.evaluation.generate import shown
 from ftkit.evaluation.prompting import Question
 from ftkit.evaluation.result import Result, require_answers
 from ftkit.evaluation.session import Answer, Responder, start_session
-from ftkit.models.chat_templates.template import Message
 from ftkit.recipe.options import ChatOptions
 from ftkit.utils.progress import print_notice, print_shown
+
+IMAGE = "/image"
+"""Beginning of a line that names an image."""
 
 
 class Conversation:
@@ -30,13 +32,13 @@ class Conversation:
             responder: answers prompts.
         """
         self._responder = responder
-        self._messages: list[Message] = []
+        self._messages: list[Record] = []
         """All turns so far, each a message with its answer."""
-        self._asked: list[Message] = []
+        self._asked: list[Record] = []
         """The turns that the newest prompt holds, and its message."""
         self.has_history = responder.prompting is not None
 
-    def ask(self, text: str, longest: int) -> Tensor:
+    def ask(self, text: str, longest: int, images: Sequence[str] = ()) -> Prompt:
         """Build the prompt of the next turn; the oldest turns are left out if it is too long.
 
         The turn is part of the conversation as soon as it is answered.
@@ -44,19 +46,23 @@ class Conversation:
         Args:
             text: the message.
             longest: tokens to leave room for.
+            images: files of images before the text.
 
         Raises:
-            UserError: the chat template does not accept the conversation.
+            UserError: the chat template does not accept the conversation, or the model no images.
         """
         if not self.has_history:
+            if images:
+                raise UserError(f"{IMAGE} needs a chat template.\nLeave out --raw.")
             return self._responder.prompt_of(Question(text=text))
-        self._asked = [*self._messages, {"role": "user", "content": text}]
+        self._asked = [*self._messages, with_files(text, "image", images)]
         room = self._responder.context_length - longest
         while True:
-            question = Question(text=text, messages=tuple(self._asked))
+            messages, media = numbered(self._asked)
+            question = Question(text=text, messages=tuple(messages), media=media)
             prompt = self._responder.prompt_of(question)
             # The question itself stays: if it alone is too long, `Responder.stream` refuses it.
-            if len(prompt) <= room or len(self._asked) < 3:
+            if len(prompt.ids) <= room or len(self._asked) < 3:
                 return prompt
             # A question goes with its answer.
             del self._asked[:2]
@@ -92,9 +98,14 @@ def chat(result: Result, options: ChatOptions) -> int:
             sys.stderr,
         )
     if sys.stdin.isatty():
-        print_notice("Ctrl+C stops an answer, Ctrl+D ends", sys.stderr)
+        print_notice(f"Ctrl+C stops an answer, Ctrl+D ends; {IMAGE} FILE adds an image", sys.stderr)
+    images: list[str] = []
     for line in _lines():
         if not line.strip():
+            continue
+        if line.startswith(f"{IMAGE} "):
+            images.append(line.removeprefix(IMAGE).strip())
+            _print_aside(f"{images[-1]} comes before the next line")
             continue
         if not _is_text(line):
             _print_aside(
@@ -104,10 +115,12 @@ def chat(result: Result, options: ChatOptions) -> int:
         answer = Answer()
         try:
             # At most 256 tokens are kept free, so that a high limit does not shorten the history.
-            prompt = conversation.ask(line, min(options.max_new_tokens, 256))
+            prompt = conversation.ask(line, min(options.max_new_tokens, 256), images)
+            images = []
             for piece in responder.stream(prompt, answer):
                 print(shown(piece), end="", flush=True)
-        except UserError as error:  # too long a line
+        except UserError as error:  # too long a line, or no image
+            images = []
             _print_aside(str(error))
             continue
         except KeyboardInterrupt:
@@ -128,16 +141,18 @@ def _chat_in_json(conversation: Conversation, responder: Responder, max_new_toke
             continue
         if not line:
             return 0
-        text = _prompt_in(line)
-        if text is None:
+        asked = _prompt_in(line)
+        if asked is None:
             shown = line.strip().encode(errors="backslashreplace").decode()
-            _print_json(error=f'{shown} is not {{"prompt": TEXT}}.')
+            _print_json(error=f'{shown} is not {{"prompt": TEXT}}, perhaps with images: [FILE].')
             continue
         answer = Answer()
+        text, images = asked
         try:
-            for _ in responder.stream(conversation.ask(text, min(max_new_tokens, 256)), answer):
+            prompt = conversation.ask(text, min(max_new_tokens, 256), images)
+            for _ in responder.stream(prompt, answer):
                 pass
-        except UserError as error:  # too long a text
+        except UserError as error:  # too long a text, or no image
             _print_json(error=str(error))
             continue
         except KeyboardInterrupt:
@@ -146,14 +161,16 @@ def _chat_in_json(conversation: Conversation, responder: Responder, max_new_toke
         _print_json(answer=answer.text, tokens=answer.tokens, seconds=round(answer.seconds, 3))
 
 
-def _prompt_in(line: str) -> str | None:
-    """Text of {"prompt": TEXT}; None: the line is something else."""
+def _prompt_in(line: str) -> tuple[str, list[str]] | None:
+    """Text and images of {"prompt": TEXT, "images": [FILE]}; None: the line is something else."""
     try:
         asked = json.loads(line)
         prompt = asked.get("prompt") if isinstance(asked, dict) else None
         # JSON may hold half a character, which no tokenizer takes.
         if isinstance(prompt, str) and _is_text(prompt):
-            return prompt
+            images = asked.get("images") or []
+            is_list = isinstance(images, list) and all(isinstance(one, str) for one in images)
+            return (prompt, images) if is_list else None
     except (ValueError, RecursionError):
         pass
     return None

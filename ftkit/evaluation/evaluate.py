@@ -127,6 +127,7 @@ def evaluate(result: Result, options: EvaluateOptions) -> int:
         code = named_companion("reference").code()
         companion = code.of_result(result, options, base, longest, wanted)
     session = start_session(result, options)
+    session.see({name for part in (*held_out.parts, *sets.parts) for name in part.part.media})
     with ExitStack() as models, Display(None, stream=sys.stderr) as display:
         if companion is not None:
             models.enter_context(companion.loaded(session, display))

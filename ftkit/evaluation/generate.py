@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.data.records.formats import format_of, text_of
+from ftkit.data.records.media import MEDIA, as_given, numbered, with_files
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
@@ -52,7 +53,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
     answers = [_answer_all(one, records, options, live=live) for one in results]
     # The result is the last of `answers`, after the base model.
     entries: list[dict[str, object]] = [
-        dict(record)
+        as_given(record)
         | {"answer": own.text}
         | ({"base_answer": answers[0][i].text} if options.compare_base else {})
         | {"tokens": own.tokens, "seconds": round(own.seconds, 3)}
@@ -117,6 +118,9 @@ def _answer_all(
 def _records(options: GenerateOptions) -> list[Record]:
     """Read the prompts: lines of a text, or records of any shape."""
     if options.prompt is not None:
+        if options.image:
+            messages, media = numbered([with_files(options.prompt, "image", options.image)])
+            return [{"messages": messages, MEDIA: media}]
         record = {"instruction": options.prompt}
         return [record if options.input is None else record | {"input": options.input}]
     assert options.prompts is not None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import yaml
 
+from ftkit.data.records.media import MEDIA, PLACES
 from ftkit.data.records.shape_rows import CONVERSATION, shape_row
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
@@ -36,6 +37,9 @@ from ftkit.recipe.options import AnswerOptions
 from ftkit.utils.registry import imported
 from ftkit.utils.yaml_files import parse_yaml
 
+_SHOWN = "[file]"
+"""What is shown for a medium."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -49,6 +53,8 @@ class Question:
     """Tools that may be called."""
     arguments: Mapping[str, Any] | None = None
     """Values of variables that the chat template reads."""
+    media: Sequence[Mapping[str, Any]] = ()
+    """Media of the messages, as canonical records have them."""
 
 
 def question_of(record: Mapping[str, Any]) -> Question:
@@ -62,12 +68,13 @@ def question_of(record: Mapping[str, Any]) -> Question:
         # The last answer is the expected one, and not part of the question.
         if messages[-1]["role"] == "assistant":
             messages = messages[:-1]
-        said = messages[-1]["content"] if messages else ""
+        said = PLACES.sub(_SHOWN, messages[-1]["content"]) if messages else ""
         return Question(
             text=said,
             messages=messages,
             tools=record.get("tools"),
             arguments=record.get(ARGUMENTS),
+            media=_before(record.get(MEDIA, ()), messages),
         )
     for key in ("prompt", "text"):
         if key in record:
@@ -83,6 +90,11 @@ def question_of(record: Mapping[str, Any]) -> Question:
         for role, text in zip(("user", "assistant"), pair, strict=True)
     )
     return Question(text=record["instruction"], messages=(*system, *before, user))
+
+
+def _before(media: Sequence[Any], messages: Sequence[Message]) -> Sequence[Any]:
+    """The first media of a conversation, as many as have a place in some messages."""
+    return media[: sum(len(PLACES.findall(message["content"])) for message in messages)]
 
 
 def system_message(text: str | None) -> tuple[Message, ...]:

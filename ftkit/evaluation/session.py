@@ -3,14 +3,14 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from ftkit.data.records.media import Prompt, Prompter, media_row
 from ftkit.errors import UserError, is_out_of_memory
-from ftkit.evaluation.loading import Loaded, load_result, plan_use
+from ftkit.evaluation.loading import Loaded, load_result, plan_use, with_extra_weights
 from ftkit.evaluation.prompting import (
     Question,
     check_system,
@@ -28,6 +28,7 @@ from ftkit.strategies.distributed import make_device
 from ftkit.strategies.strategy import compute_dtype, make_strategy, parameter_dtype, set_arithmetic
 from ftkit.utils.console.display import Display
 from ftkit.utils.imports import silence_libraries
+from ftkit.utils.registry import imported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,21 @@ class Session:
     """Format of its weights in words, if they are quantised or rounded."""
     context: Context
     """Context manager for every call of the model."""
+    result: Result
+    """What was loaded."""
+    base: str | None
+    """Where its base model is, if not where the run had it."""
+
+    def see(self, kinds: Iterable[str]) -> None:
+        """Load what computes media of some kinds, once there are any.
+
+        Raises:
+            UserError: the base model is needed for it, and not there.
+        """
+        for kind in kinds:
+            whole = with_extra_weights(self.loaded.base, self.result, self.base, "--base")
+            place = media_row(kind).encoder_place
+            self.loaded.model.body.add_encoder(place, whole.rest)
 
 
 def plan_session(result: Result, options: UseOptions) -> tuple[Plan, Quantization | None]:
@@ -103,6 +119,8 @@ def start_session(result: Result, options: UseOptions) -> Session:
         rounding=rounded or quantize,
         # Autocast where the run computed in mixed precision.
         context=make_strategy(plan).precision.forward_context,
+        result=result,
+        base=options.base,
     )
 
 
@@ -159,41 +177,50 @@ class Responder:
             "--chat_template, --prompt_style and --raw change that"
         )
 
-    def prompt_of(self, question: Question) -> Tensor:
-        """Encode a question as token ids, [length].
+    def prompt_of(self, question: Question) -> Prompt:
+        """Encode a question.
 
         Raises:
-            UserError: the chat template does not accept it.
+            UserError: the chat template does not accept it, or the model takes no such media.
         """
-        ids = self._ids_of(question)
-        self.tokenizer.require_embedded(ids.tolist(), "The prompt")
-        return ids
+        prompt = self._encoded(question)
+        self.tokenizer.require_embedded(prompt.ids, "The prompt")
+        return prompt
 
-    def _ids_of(self, question: Question) -> Tensor:
+    def _encoded(self, question: Question) -> Prompt:
         if self.prompting is None or not question.messages:
-            return self.tokenizer.encode(question.text)
+            return _of_text(self.tokenizer.encode(question.text).tolist())
         template = self.prompting.template
+        prompter: Prompter | None = None
+        if question.media:
+            kind = question.media[0]["kind"]
+            self._session.see([kind])
+            prompter = imported(media_row(kind).prompter_place)(template, self.tokenizer)
+            template = prompter.template
         # As in training: a prompt style takes the input apart, other templates as part of the
         # message.
         if self.prompting.style is None:
             question = with_input(question, template)
         text = prompt_text(question, template, self._options.system)
+        if prompter is not None:
+            return prompter.encode(text, question.media)
         ids, _ = self.tokenizer.encode_rendered(text)
-        return torch.tensor(ids)
+        return _of_text(ids)
 
-    def stream(self, prompt: Tensor, answer: Answer) -> Iterator[str]:
+    def stream(self, prompt: Prompt, answer: Answer) -> Iterator[str]:
         """Yield the answer to a prompt piece by piece.
 
         Args:
-            prompt: [length] token ids.
+            prompt: from `prompt_of`.
             answer: filled with text, tokens and time.
 
         Raises:
             UserError: the prompt leaves no room for an answer.
         """
         # At least one token must fit behind the prompt.
-        if not 0 < len(prompt) < self.context_length:
-            size = f"{len(prompt):,} tokens long" if len(prompt) else "empty"
+        length = len(prompt.ids)
+        if not 0 < length < self.context_length:
+            size = f"{length:,} tokens long" if length else "empty"
             raise UserError(
                 f"The prompt is {size}, but must have from 1 to {self.context_length - 1:,}, so "
                 "that there is room for an answer. Try another --prompt."
@@ -201,7 +228,7 @@ class Responder:
         options = self._options
         tokens = answer_in_tokens(
             self._session.loaded.model,
-            prompt,
+            torch.tensor(prompt.ids),
             stop_ids=self._stop_ids,
             max_new_tokens=options.max_new_tokens,
             sampling=Sampling(
@@ -211,6 +238,7 @@ class Responder:
                 seed=options.seed,
             ),
             context=self._session.context,
+            media=prompt.read if prompt.media else None,
         )
         stream = TextStream(self.tokenizer)
         start = time.perf_counter()
@@ -227,9 +255,14 @@ class Responder:
             answer.text += rest
             yield rest
 
-    def answer(self, prompt: Tensor) -> Answer:
+    def answer(self, prompt: Prompt) -> Answer:
         """Return the whole answer to a prompt."""
         answer = Answer()
         for _ in self.stream(prompt, answer):
             pass
         return answer
+
+
+def _of_text(ids: list[int]) -> Prompt:
+    """A prompt without media."""
+    return Prompt(ids, (), lambda _: {})

@@ -364,6 +364,8 @@ class GenerateOptions(AnswerOptions, ResultOptions):
     """The prompt."""
     input: str | None = None
     """Input of the instruction, for prompt styles that use one."""
+    image: tuple[str, ...] = option((), placeholder="FILE")
+    """Images before the prompt, for models that see; may be given several times."""
     prompts: Path | None = None
     """File of prompts: one per line (.txt), or records of any format that data supports (.jsonl,
     .json, .csv, .parquet); the last turn of a conversation is answered."""
@@ -388,6 +390,12 @@ class GenerateOptions(AnswerOptions, ResultOptions):
             )
         if self.prompts is not None and not self.prompts.expanduser().is_file():
             raise UserError(f"--prompts {self.prompts} is not a file. Name one with prompts.")
+        if self.image and (self.raw or self.prompts is not None or self.input is not None):
+            other = "raw" if self.raw else "input" if self.input is not None else "prompts"
+            raise UserError(
+                "--image is for a single prompt in a chat template. Leave out --image or "
+                f"--{other}."
+            )
         if self.input is not None and (self.raw or self.prompts is not None):
             other = "raw" if self.raw else "prompts"
             raise UserError(
@@ -406,7 +414,8 @@ class ChatOptions(AnswerOptions, ResultOptions):
     """Options of ftkit chat."""
 
     format: Literal["text", "json"] = "text"
-    """json: for programs; each input line is {"prompt": TEXT}, each answer one line of JSON."""
+    """json: for programs; each input line is {"prompt": TEXT}, perhaps with "images": [FILE], each
+    answer one line of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

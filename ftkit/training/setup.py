@@ -21,7 +21,7 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, LoadedPart, ValidationSets, load_data, load_sets
-from ftkit.data.records.media import MEDIA_KINDS
+from ftkit.data.records.media import media_row
 from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
@@ -435,9 +435,7 @@ def _with_encoder(base: BaseModel, plan: Plan, parts: Sequence[LoadedPart]) -> B
             f"The records have {kinds[0]}s, whose sizes differ, but {plan.accelerator} devices "
             "compile a program for each size. Try another --accelerator."
         )
-    row = MEDIA_KINDS.get(kinds[0])
-    assert row is not None  # it has rendered them
-    made = base.architecture.with_encoder(row.encoder_place)
+    made = base.architecture.with_encoder(media_row(kinds[0]).encoder_place)
     return dataclasses.replace(base, architecture=made)
 
 

@@ -367,7 +367,7 @@ def test_chat_keeps_the_system_prompt_when_it_forgets_the_oldest_turns(
 
     def noted(self: Any, question: Question) -> Any:
         prompt = plain(self, question)
-        prompts.append(self.tokenizer.processor.decode(prompt.tolist()))
+        prompts.append(self.tokenizer.processor.decode(prompt.ids))
         return prompt
 
     from ftkit.evaluation.session import Responder

@@ -278,13 +278,23 @@ class PlainLoop:
         for key in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
             if key in found:
                 inputs[key] = found[key]
-        is_image = (inputs["input_ids"] == self._id(_TOKENS[self._kind])).int()
+        return self.given(inputs, inputs["input_ids"]), labels
+
+    def given(self, inputs: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
+        """Inputs of the model for the same images and other tokens, [1, tokens]."""
+        is_image = (ids == self._id(_TOKENS[self._kind])).int()
+        made = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if self._kind == "gemma3":
-            inputs["token_type_ids"] = is_image
+            made["token_type_ids"] = is_image
         if self._kind == "qwen2_5_vl":
-            inputs["mm_token_type_ids"] = is_image
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        return inputs, labels
+            made["mm_token_type_ids"] = is_image
+        return made
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of an answer, up to its end."""
+        end = self._id("<|im_end|>")
+        own = ids[: ids.index(end)] if end in ids else ids
+        return str(self._tokenizer.decode(own, skip_special_tokens=True))
 
     def _id(self, token: str) -> int:
         found = self._tokenizer.convert_tokens_to_ids(token)

@@ -6,12 +6,13 @@ knows what is in them.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ftkit.data.records.record import Misfit, Record
+from ftkit.errors import UserError
 from ftkit.utils.registry import Registry, imported
 
 MEDIA = "media"
@@ -67,8 +68,37 @@ class MediaKind:
     renderer_place: str
     """MODULE:FUNCTION that takes a part and its tokenizer, and returns the renderer of records with
     such media, which has their reader; None for a tokenizer: texts alone are needed."""
+    prompter_place: str
+    """MODULE:CLASS of the `Prompter` of such media."""
     encoder_place: str
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` of models that take them."""
+
+
+class Prompter(Protocol):
+    """Makes prompts with media; it is made of a chat template and the tokenizer of a base model."""
+
+    template: Any
+    """The template whose texts have the character of a place for each medium."""
+
+    def encode(self, text: str, media: Sequence[Mapping[str, Any]]) -> "Prompt":
+        """Encode a text of that template.
+
+        Args:
+            text: with places.
+            media: of a canonical record, in the order of their numbers.
+
+        Raises:
+            UserError: a medium is not what it was, or the text has a token that stands for media.
+        """
+
+
+class Prompt(NamedTuple):
+    """A prompt with its media."""
+
+    ids: list[int]
+    media: tuple[Medium, ...]
+    read: Callable[[int], Mapping[str, Any]]
+    """Reads the media, given the width to which the prompt is padded."""
 
 
 MEDIA_KINDS: Registry[MediaKind] = Registry("media_kinds", (MediaKind,), core=())
@@ -94,6 +124,79 @@ def kind_of_part(part: Any) -> MediaKind | None:
     """Return the kind of media that a content part is; None: none that is here."""
     found = part.get("type") if isinstance(part, dict) else None
     return next((kind for kind in MEDIA_KINDS if found in kind.parts), None)
+
+
+def media_row(name: str) -> MediaKind:
+    """Return the row of a kind of media that a record of ours has."""
+    row = MEDIA_KINDS.get(name)
+    assert row is not None, f"a record with media of the kind {name} was read by its extension"
+    return row
+
+
+def numbered(messages: Iterable[Record]) -> tuple[list[Record], list[dict[str, Any]]]:
+    """Messages of several turns, each with its own media, as those of one conversation.
+
+    Args:
+        messages: whose places count from 0 in each; the media of one are under `MEDIA`.
+
+    Returns:
+        The messages, whose places count over all of them, and all media.
+    """
+    made, media = list[Record](), list[dict[str, Any]]()
+    for message in messages:
+        own = {key: value for key, value in message.items() if key != MEDIA}
+        if MEDIA in message:
+            own["content"] = moved(message["content"], len(media))
+            media += message[MEDIA]
+        made.append(own)
+    return made, media
+
+
+def as_given(record: Record) -> Record:
+    """A canonical record with its media in columns and marks in its texts, as people write it."""
+    if MEDIA not in record:
+        return record
+    made = {key: value for key, value in record.items() if key != MEDIA}
+    for medium in record[MEDIA]:
+        made.setdefault(media_row(medium["kind"]).columns[0], []).append(medium["file"])
+    marks = [media_row(medium["kind"]).mark for medium in record[MEDIA]]
+
+    def mark(place: re.Match[str]) -> str:
+        return marks[number_of(place.group())]
+
+    messages = [m | {"content": PLACES.sub(mark, m["content"])} for m in record["messages"]]
+    return made | {"messages": messages}
+
+
+def with_files(text: str, kind: str, files: Iterable[str]) -> Record:
+    """Return a message of a user with media before its text.
+
+    Args:
+        text: what is said.
+        kind: of the media.
+        files: their paths.
+
+    Raises:
+        UserError: a file is not there, or nothing that can be read.
+    """
+    try:
+        media = [reference_to(kind, file, Path()) for file in files]
+    except Misfit as misfit:
+        words = str(misfit).partition("\n")[0].removeprefix(": its ")
+        raise UserError(f"The {words}\nGive another file.") from None
+    places = "".join(place_of(number) for number in range(len(media)))
+    message = {"role": "user", "content": places + text}
+    return message | {MEDIA: media} if media else message
+
+
+def moved(text: str, by: int) -> str:
+    """Return a text whose places have other numbers.
+
+    Args:
+        text: any.
+        by: what is added to each number.
+    """
+    return PLACES.sub(lambda place: place_of(number_of(place.group()) + by), text)
 
 
 def kinds_in(records: Iterable[Record]) -> tuple[str, ...]:
@@ -122,13 +225,25 @@ def with_references(record: Record, folder: Path | None) -> Record:
         return record
     media = []
     for kind, value, where in record[MEDIA]:
-        row = MEDIA_KINDS.get(kind)
-        assert row is not None
         try:
-            media.append({"kind": kind, **imported(row.reference_place)(value, folder)})
+            media.append(reference_to(kind, value, folder))
         except Misfit as misfit:
             raise Misfit(f"{where}{misfit}") from None
     return record | {MEDIA: media}
+
+
+def reference_to(kind: str, value: Any, folder: Path | None) -> dict[str, Any]:
+    """Return the object of a canonical record for a medium.
+
+    Args:
+        kind: of the medium.
+        value: as it was read or given.
+        folder: in which relative paths begin; None: nowhere.
+
+    Raises:
+        Misfit: it is not there, or nothing that can be read.
+    """
+    return {"kind": kind, **imported(media_row(kind).reference_place)(value, folder)}
 
 
 def _names(record: Record) -> str:

@@ -10,6 +10,7 @@ ROWS = (
         parts=("image", "image_url"),
         reference_place="ftkit.extensions.images.files:reference",
         renderer_place="ftkit.extensions.images.rendering:renderer",
+        prompter_place="ftkit.extensions.images.rendering:ImagePrompter",
         encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
     ),
 )

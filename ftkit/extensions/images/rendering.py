@@ -3,10 +3,11 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
-from ftkit.data.records.media import MEDIA, MOST_MEDIA, PLACES, Medium, number_of, place_of
+from ftkit.data.records.media import MEDIA, MOST_MEDIA, PLACES, Medium, Prompt, moved, place_of
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Example, Rendered, Renderer, Rendering, cut
 from ftkit.data.spec import Part
@@ -16,6 +17,7 @@ from ftkit.extensions.images.files import BrokenImage
 from ftkit.extensions.images.image_model import ImageModel, content_of, image_model
 from ftkit.extensions.images.reader import ImageReader
 from ftkit.extensions.images.template import ImageTemplate
+from ftkit.models.chat_templates.template import ChatTemplate
 
 LITERAL = "its text has the token of images"
 """Reason for a refusal of a record."""
@@ -136,12 +138,12 @@ class ImageRenderer(ChatRenderer):
             yield from self._render(some)
 
     def example(self, record: Record) -> Example:
-        found = self._read([record])
+        found = _read(self._model, [record])
         if (reason := self._refusal(record, found)) is not None:
             raise UserError(f"A record cannot be asked about: {reason}.\nRemove the record.")
         self._images.texts = _texts([record], found)
         example = super().example(record)
-        prompt = self._with_media(Rendered(example.prompt, ()), record, found)
+        prompt = _with_media(self._model, Rendered(example.prompt, ()), record, found)
         return example._replace(
             instruction=PLACES.sub("<image>", example.instruction),
             media=prompt.media,
@@ -149,7 +151,7 @@ class ImageRenderer(ChatRenderer):
         )
 
     def _render(self, records: Sequence[Record]) -> Iterator[Rendering]:
-        found = self._read(records)
+        found = _read(self._model, records)
         reasons = [self._refusal(record, found) for record in records]
         taken = [r for r, reason in zip(records, reasons, strict=True) if reason is None]
         self._images.texts = _texts(taken, found)
@@ -160,21 +162,8 @@ class ImageRenderer(ChatRenderer):
                 yield Rendering(refused=reason)
                 continue
             one = next(rendered)
-            samples = tuple(self._with_media(sample, record, found) for sample in one.samples)
+            samples = tuple(_with_media(self._model, s, record, found) for s in one.samples)
             yield one._replace(samples=samples)
-
-    def _read(self, records: Sequence[Record]) -> _Found:
-        files = {m["sha256"]: m["file"] for record in records for m in record.get(MEDIA, ())}
-
-        def read(item: tuple[str, str]) -> tuple[str, int]:
-            digest, file = item
-            try:
-                return self._model.text_of(content_of(file, digest))
-            except BrokenImage:
-                return _BROKEN
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return dict(zip(files, pool.map(read, files.items()), strict=True))
 
     def _refusal(self, record: Record, found: _Found) -> str | None:
         contents = (message["content"] for message in record["messages"])
@@ -183,27 +172,73 @@ class ImageRenderer(ChatRenderer):
         is_damaged = any(found[medium["sha256"]] == _BROKEN for medium in record.get(MEDIA, ()))
         return DAMAGED if is_damaged else None
 
-    def _with_media(self, sample: Rendered, record: Record, found: _Found) -> Rendered:
-        """A sample with the media that it has, which carry no loss."""
-        places = [i for i, token in enumerate(sample.ids) if token == self._model.token_id]
-        media, at = list[Medium](), 0
-        for medium in record.get(MEDIA, ()):
-            if at == len(places):  # a sample may end before the last turns
-                break
-            text, patches = found[medium["sha256"]]
-            count = text.count(self._model.token)
-            own = places[at : at + count]
-            assert len(own) == count, "the tokenizer keeps the tokens of images apart"
-            media.append(
-                Medium("image", medium["sha256"], medium["file"], own[0], own[-1] + 1, patches)
+
+class ImagePrompter:
+    """Makes prompts with images; see `ftkit.data.records.media.Prompter`."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
+        """Take the template of prompts, and the tokenizer of the base model.
+
+        Raises:
+            UserError: the model is given no images.
+        """
+        self._model = image_model(tokenizer.directory, tokenizer)
+        self._tokenizer = _ImageTokenizer(tokenizer)
+        self.template = ImageTemplate.of(template, self._model.mark)
+
+    def encode(self, text: str, media: Sequence[Mapping[str, Any]]) -> Prompt:
+        """Encode a prompt with images."""
+        if self._model.token in text:
+            raise UserError(
+                f"The prompt has {self._model.token}, which stands for an image in this model.\n"
+                "Leave it out."
             )
-            at += count
-        assert at == len(places)
-        sample = _without_loss(sample, media)._replace(media=tuple(media))
-        # Nothing is predicted at the end, where an image would lack its last token.
-        while sample.media and sample.media[-1].end == len(sample.ids):
-            sample = cut(sample, sample.media[-1].first)
-        return sample
+        record = {MEDIA: media}
+        found = _read(self._model, [record])
+        for medium in media:
+            if found[medium["sha256"]] == _BROKEN:
+                raise UserError(f"The image {medium['file']} is damaged.\nGive another one.")
+        self._tokenizer.texts = _texts([record], found)
+        (encoded,) = self._tokenizer.encode_all_rendered([text])
+        sample = _with_media(self._model, Rendered(encoded.ids, ()), record, found)
+        reader = ImageReader(self._model)
+        return Prompt(sample.ids, sample.media, partial(reader.read, [sample.media], [sample.ids]))
+
+
+def _read(model: ImageModel, records: Sequence[Record]) -> _Found:
+    """Read and count the images of some records."""
+    files = {m["sha256"]: m["file"] for record in records for m in record.get(MEDIA, ())}
+
+    def read(item: tuple[str, str]) -> tuple[str, int]:
+        digest, file = item
+        try:
+            return model.text_of(content_of(file, digest))
+        except BrokenImage:
+            return _BROKEN
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(files, pool.map(read, files.items()), strict=True))
+
+
+def _with_media(model: ImageModel, sample: Rendered, record: Record, found: _Found) -> Rendered:
+    """A sample with the media that it has, which carry no loss."""
+    places = [i for i, token in enumerate(sample.ids) if token == model.token_id]
+    media, at = list[Medium](), 0
+    for medium in record.get(MEDIA, ()):
+        if at == len(places):  # a sample may end before the last turns
+            break
+        text, patches = found[medium["sha256"]]
+        own = places[at : at + text.count(model.token)]
+        at += len(own)
+        media.append(
+            Medium("image", medium["sha256"], medium["file"], own[0], own[-1] + 1, patches)
+        )
+    assert at == len(places), "the tokenizer keeps the tokens of images apart"
+    sample = _without_loss(sample, media)._replace(media=tuple(media))
+    # Nothing is predicted at the end, where an image would lack its last token.
+    while sample.media and sample.media[-1].end == len(sample.ids):
+        sample = cut(sample, sample.media[-1].first)
+    return sample
 
 
 def _texts(records: Sequence[Record], found: _Found) -> dict[str, str]:
@@ -228,15 +263,7 @@ def _moved(record: Record, by: int) -> Record:
     """A record whose places begin with another number."""
     if not by or MEDIA not in record:
         return record
-    messages = [
-        message
-        | {
-            "content": PLACES.sub(
-                lambda place: place_of(number_of(place.group()) + by), message["content"]
-            )
-        }
-        for message in record["messages"]
-    ]
+    messages = [one | {"content": moved(one["content"], by)} for one in record["messages"]]
     return record | {"messages": messages}
 
 

@@ -10,13 +10,16 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ftkit.data.records.media import PLACES, place_of
-from ftkit.models.chat_templates.template import ChatTemplate, Message, TemplateRefusal
+from ftkit.models.chat_templates.template import (
+    ChatTemplate,
+    Message,
+    TemplateRefusal,
+    as_parts,
+)
 
-Takes = Literal["texts", "parts for images", "parts"]
-"""What a template takes as contents: texts alone, parts where a message has an image, or always."""
 _PROBE = "probe"
 
 
@@ -26,7 +29,8 @@ class ImageTemplate(ChatTemplate):
 
     mark: str = ""
     """What the template writes for an image in a content part."""
-    takes: Takes = "texts"
+    takes_parts: bool = False
+    """Whether it takes a message with an image as a list of content parts."""
 
     @classmethod
     def of(cls, template: ChatTemplate, mark: str) -> "ImageTemplate":
@@ -39,20 +43,13 @@ class ImageTemplate(ChatTemplate):
         values = {
             field.name: getattr(template, field.name) for field in dataclasses.fields(template)
         }
-        made = cls(**values, mark=mark)
-        for takes in ("parts for images", "parts"):
-            tried = dataclasses.replace(made, takes=takes)
-            if tried._writes(f"{place_of(0)}{_PROBE}") and tried._writes(_PROBE):
-                return tried
-        return made
-
-    def _writes(self, content: str) -> bool:
-        """Whether the texts and the images of a message are written, each once."""
+        tried = cls(**values, mark=mark, takes_parts=True)
         try:
-            text = self.render([{"role": "user", "content": content}])
+            text = tried.render([{"role": "user", "content": f"{place_of(0)}{_PROBE}"}])
+            writes_parts = PLACES.findall(text) == [place_of(0)] and _PROBE in text
         except TemplateRefusal:
-            return False
-        return sorted(PLACES.findall(text)) == PLACES.findall(content) and _PROBE in text
+            writes_parts = False
+        return dataclasses.replace(tried, takes_parts=writes_parts)
 
     def _run(
         self,
@@ -61,12 +58,12 @@ class ImageTemplate(ChatTemplate):
         add_generation_prompt: bool,
         variables: Mapping[str, object],
     ) -> tuple[str, list[tuple[int, str]]]:
-        if self.takes == "texts":
+        if not self.takes_parts:
             return super()._run(messages, tools, add_generation_prompt, variables)
         places = [p for message in messages for p in PLACES.findall(message["content"] or "")]
         given = [
             {**message, "content": _parts(message["content"] or "")}
-            if self.takes == "parts" or PLACES.search(message["content"] or "")
+            if PLACES.search(message["content"] or "")
             else message
             for message in messages
         ]
@@ -83,9 +80,9 @@ def _parts(content: str) -> list[dict[str, str]]:
     """Content parts of a text with places."""
     pieces = re.split(f"({PLACES.pattern})", content)
     return [
-        {"type": "image"} if PLACES.fullmatch(piece) else {"type": "text", "text": piece}
+        part
         for piece in pieces
-        if piece
+        for part in ([{"type": "image"}] if PLACES.fullmatch(piece) else as_parts(piece))
     ]
 
 

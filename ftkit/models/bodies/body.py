@@ -138,6 +138,15 @@ class Body(nn.Module, ABC):
                 them is given some.
         """
 
+    def add_encoder(self, place: str, rest: Mapping[str, Any]) -> None:
+        """Add and load what computes media to a loaded body, which had none.
+
+        Args:
+            place: as `ftkit.models.architectures.architecture.Architecture.encoder`.
+            rest: as of `load_beside`.
+        """
+        raise NotImplementedError("only for bodies of architectures that take media")
+
     def load_beside(self, rest: Mapping[str, Any]) -> None:
         """Load what computes media, once the body has its tables.
 

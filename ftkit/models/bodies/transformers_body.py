@@ -78,6 +78,7 @@ class TransformersBody(Body):
         self._model_name = architecture.language_name
         # Not registered: strategies, checkpoints and optimizers have nothing to do with it.
         self._encoders: list[MediaEncoder] = []
+        self._architecture = architecture
         if architecture.encoder is not None:
             self._encoders.append(imported(architecture.encoder)(architecture, whole))
         self._place(model)
@@ -204,6 +205,12 @@ class TransformersBody(Body):
     @property
     def max_length(self) -> int:
         return self._max_length
+
+    def add_encoder(self, place: str, rest: Mapping[str, Any]) -> None:
+        if not self._encoders:
+            architecture = self._architecture
+            self._encoders.append(imported(place)(architecture, architecture.build()))
+            self.load_beside(rest)
 
     def load_beside(self, rest: Mapping[str, Any]) -> None:
         for encoder in self._encoders:

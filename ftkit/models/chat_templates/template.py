@@ -1,6 +1,7 @@
 """Chat templates: they render conversations to the text that a model reads."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ Span = tuple[int, int]
 
 _MOST_CHARACTERS = 2**22
 """Most characters of a template's file; real ones have a few thousand."""
+_PROBE = "a text that no template writes itself"
 _WORD = re.compile(r"[^\W\d]\w*")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -155,7 +157,14 @@ class ChatTemplate:
             # First, so that no name of a token replaces what follows.
             **self.special_tokens,
             **self.arguments,
-            "messages": [_with_thought_under_other_names(message) for message in messages],
+            "messages": [
+                _with_thought_under_other_names(
+                    {**message, "content": as_parts(message["content"])}
+                    if isinstance(message.get("content"), str) and takes_parts_alone(self.source)
+                    else message
+                )
+                for message in messages
+            ],
             "tools": tools,
             # As in transformers, so that templates may test for it.
             "documents": None,
@@ -176,6 +185,34 @@ class ChatTemplate:
         return UserError(
             f"The chat template ({self.name}) {error}.\nTry --data.chat_template chatml."
         )
+
+
+@functools.lru_cache(maxsize=64)
+def takes_parts_alone(source: str) -> bool:
+    """Return whether a template writes a content only if it is a list of parts.
+
+    Templates of models that see are often written so: of a text they would write nothing.
+    """
+    if "type" not in _WORD.findall(source):
+        return False
+    written = []
+    for content in (_PROBE, as_parts(_PROBE)):
+        given = {
+            "messages": [{"role": "user", "content": content}],
+            **dict.fromkeys(("tools", "documents")),
+            **dict.fromkeys(("bos_token", "eos_token"), ""),
+            "add_generation_prompt": False,
+        }
+        try:
+            written.append(_PROBE in run_confined(rendered, source, given)[0])
+        except NotRendered:
+            written.append(False)
+    return written == [False, True]
+
+
+def as_parts(text: str) -> list[dict[str, str]]:
+    """A text as a list of content parts."""
+    return [{"type": "text", "text": text}] if text else []
 
 
 def _with_thought_under_other_names(message: Message) -> Message:

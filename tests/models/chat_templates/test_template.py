@@ -131,3 +131,24 @@ def test_a_file_that_is_no_template_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "long").write_text("x" * 2**23)
     with pytest.raises(UserError, match="more than 4,194,304 characters"):
         read_template(tmp_path / "long")
+
+
+PARTS = "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (PARTS.replace("{{ p.text }}", "{% if p.type == 'text' %}{{ p.text }}{% endif %}"), "[hi]"),
+        ("{% for m in messages %}[{{ m.content }}: {{ m.type }}]{% endfor %}", "[hi: ]"),
+        (
+            "{% for m in messages %}{% if m.content is string %}[{{ m.content }}]{% else %}"
+            "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endif %}"
+            "{% endfor %}",
+            "[hi]",
+        ),
+    ],
+    ids=["parts alone", "texts alone", "both"],
+)
+def test_a_text_is_written_by_a_template_of_any_contents(source: str, written: str) -> None:
+    assert ChatTemplate(source, "t").render([{"role": "user", "content": "hi"}]) == written

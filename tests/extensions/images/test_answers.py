@@ -1,0 +1,110 @@
+"""Answers about images: those of transformers' model, by every command that gives answers."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Command
+from seeing_models import KINDS, PlainLoop, save_model, write_chats
+
+from ftkit.cli.app import run
+
+pytestmark = pytest.mark.slow
+
+_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("asked")
+    write_chats(folder / "chats.jsonl")
+    for kind in KINDS:
+        save_model(kind, folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+
+
+def _greedily(loop: PlainLoop, row: dict[str, Any]) -> str:
+    """The answer of transformers' model, computed anew for each token."""
+    question = row | {"messages": [row["messages"][0], {"role": "assistant", "content": ""}]}
+    inputs, labels = loop.sample(question)
+    length = labels.shape[1] - 2  # without the end of the empty answer, and the line behind it
+    ids = inputs["input_ids"][:, :length]
+    for _ in range(_TOKENS):
+        with torch.no_grad():
+            logits = loop.model(**loop.given(inputs, ids)).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return loop.decode(ids[0, length:].tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_to_records_are_those_of_transformers(
+    ftkit: Command, folder: Path, rows: list[dict[str, Any]], kind: str
+) -> None:
+    ended = ftkit(
+        *("generate", folder / kind, "--prompts", folder / "chats.jsonl", "--format", "json"),
+        *("--max_new_tokens", _TOKENS),
+    )
+    assert ended.returncode == 0, ended.stderr
+    loop = PlainLoop(kind, folder / kind, folder)
+    found = json.loads(ended.stdout)
+    assert [one["answer"] for one in found] == [_greedily(loop, row) for row in rows]
+    assert [len(one.get("images", ())) for one in found] == [
+        len(row.get("images", ())) for row in rows
+    ]
+
+
+def test_a_prompt_takes_images(ftkit: Command, folder: Path, rows: list[dict[str, Any]]) -> None:
+    loop = PlainLoop("llava", folder / "llava", folder)
+    row = next(row for row in rows if len(row["images"]) == 2)
+    text = row["messages"][0]["content"].replace("<image>", "")
+    images = [word for image in row["images"] for word in ("--image", folder / image)]
+    ended = ftkit(
+        *("generate", folder / "llava", *images, "--prompt", text, "--format", "json"),
+        *("--max_new_tokens", _TOKENS),
+    )
+    assert json.loads(ended.stdout)["answer"] == _greedily(loop, row)
+
+
+def test_a_chat_takes_images(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loop, row = PlainLoop("gemma3", folder / "gemma3", folder), rows[0]
+    asked = {
+        "prompt": row["messages"][0]["content"].replace("<image>", ""),
+        "images": [str(folder / image) for image in row["images"]],
+    }
+    missing = {"prompt": "and this", "images": ["no.png"]}
+    lines = "".join(json.dumps(line) + "\n" for line in (missing, asked))
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    words = ("chat", str(folder / "gemma3"), "--format", "json")
+    assert run([*words, "--max_new_tokens", str(_TOKENS)]) == 0
+    _, refused, answered = map(json.loads, capsys.readouterr().out.splitlines())
+    assert "no.png is not there" in refused["error"]
+    assert answered["answer"] == _greedily(loop, row)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--image", "no.png"), "no.png is not there"),
+        (("--image", "https://example.org/a.png"), "fetches no images"),
+        (("--image", "a.png", "--raw"), "--image"),
+    ],
+)
+def test_an_image_that_cannot_be_given_is_refused(
+    ftkit: Command, folder: Path, words: tuple[str, ...], named: str
+) -> None:
+    ended = ftkit("generate", folder / "llava", "--prompt", "what", *words)
+    assert ended.returncode == 2
+    assert named in ended.stderr
