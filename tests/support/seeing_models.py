@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from peft import PeftModel
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -221,14 +222,18 @@ def write_chats(
 class PlainLoop:
     """Training by transformers alone: its image processor and model, sample by sample."""
 
-    def __init__(self, kind: str, directory: Path, folder: Path) -> None:
-        """Load the model; its language model is trained."""
+    def __init__(
+        self, kind: str, directory: Path, folder: Path, adapter: Path | None = None
+    ) -> None:
+        """Load the model, with an adapter that PEFT reads; its language model is trained."""
         self._kind, self._folder = kind, folder
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         self._images = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
         self.model = transformers.AutoModelForImageTextToText.from_pretrained(
             directory, attn_implementation="eager"
         ).eval()
+        if adapter is not None:
+            self.model = PeftModel.from_pretrained(self.model, adapter).eval()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(
                 "language_model" in name or "lm_head" in name or "text_model" in name
@@ -256,6 +261,18 @@ class PlainLoop:
             optimizer.zero_grad()
             losses.append(loss_sum)
         return losses
+
+    @torch.no_grad()
+    def loss(self, rows: list[dict[str, Any]]) -> float:
+        """The loss on some rows, per label token."""
+        samples = [self.sample(row) for row in rows]
+        sums = (
+            torch.nn.functional.cross_entropy(
+                self.model(**inputs).logits[0, :-1].float(), labels[0, 1:], reduction="sum"
+            )
+            for inputs, labels in samples
+        )
+        return float(sum(sums)) / sum(int((labels != -100).sum()) for _, labels in samples)
 
     def sample(self, row: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
         """Inputs of the model and labels of a row."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, make_run, needs_deepspeed
 from seeing_models import KINDS, PlainLoop, save_model, write_chats
+
+from ftkit.cli.app import run
+from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +57,7 @@ def plain(folder: Path, rows: list[dict[str, Any]]) -> Any:
     return trained
 
 
-def _case(folder: Path, kind: str, layout: str, **more: Any) -> Case:
+def _case(folder: Path, kind: str, layout: str, method: Method = "full", **more: Any) -> Case:
     changes = {
         **dict(NO_EVALUATION),
         "checkpoint_dir": str(folder / kind),
@@ -75,25 +79,29 @@ def _case(folder: Path, kind: str, layout: str, **more: Any) -> Case:
         **LAYOUTS[layout][1],
     }
     strategy = changes.pop("strategy", "single")
-    return Case(str(strategy), "full", changes=tuple(changes.items()), **more)
+    return Case(str(strategy), method, changes=tuple(changes.items()), **more)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Found:
-    run = make_run(tmp_path_factory)
+    train = make_run(tmp_path_factory)
     cases = {(kind, layout): _case(folder, kind, layout) for kind, layout in WANTED}
     halves = {kind: _case(folder, kind, ALONE, stop_after=CUT) for kind in KINDS}
     ones = {name: case for name, case in cases.items() if LAYOUTS[name[1]][0] == 1}
-    found = run(1, [*ones.values(), *halves.values()])
+    found = train(1, [*ones.values(), *halves.values()])
     for kind, half in halves.items():
         cases[kind, RESUMED] = _case(folder, kind, RESUMED, start=found[half].out_dir)
-    found |= run(2, [case for name, case in cases.items() if name not in ones])
+    for kind, layout in ADAPTED:
+        cases[f"{kind}, LoRA", layout] = _case(folder, kind, layout, "lora")
+    found |= train(1, [cases[f"{kind}, LoRA", ALONE] for kind in KINDS])
+    found |= train(2, [case for case in cases.values() if case not in found])
     return {name: found[case] for name, case in cases.items()}
 
 
 WANTED = [(kind, layout) for kind in KINDS for layout in OFTEN] + [
     (kind, layout) for kind in KINDS[:1] for layout in LAYOUTS if layout not in OFTEN
 ]
+ADAPTED = [(kind, layout) for kind in KINDS for layout in (ALONE, "fsdp x2")]
 EACH = pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -137,3 +145,53 @@ def test_parts_that_see_are_kept(trained: Found, plain: Any, folder: Path, kind:
     frozen = {n for n, p in loop.model.named_parameters() if not p.requires_grad}
     assert frozen
     assert all(torch.equal(base[name], final[name]) for name in frozen)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_learns_the_same_on_two_ranks(trained: Found, kind: str) -> None:
+    found, expected = (trained[f"{kind}, LoRA", layout] for layout in ("fsdp x2", ALONE))
+    assert_same_maths(found, expected, validations=0)
+
+
+Evaluate = Callable[[Path, Path], float]
+
+
+@pytest.fixture
+def evaluate(capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    """Gives the loss of a result on a file of records."""
+
+    def loss(result: Path, file: Path, *more: str) -> float:
+        words = ["evaluate", str(result), "--format", "json", "--accelerator", "cpu"]
+        words += ["--data", "JSON", "--data.path", str(file), "--exact_match", "0", *more]
+        assert run([*words, "--data.val_split_fraction", "0"]) == 0
+        return float(json.loads(capsys.readouterr().out)["loss"])
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_loads_in_peft_and_sees_the_same(
+    trained: Found, folder: Path, rows: list[dict[str, Any]], kind: str, evaluate: Evaluate
+) -> None:
+    final = trained[f"{kind}, LoRA", ALONE].out_dir / "final"
+    base = PlainLoop(kind, folder / kind, folder)
+    theirs = PlainLoop(kind, folder / kind, folder, final)
+    loss = evaluate(final, folder / "chats.jsonl")
+    assert loss == pytest.approx(theirs.loss(rows), rel=1e-5)
+    assert loss < base.loss(rows) - 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_pictures_make_another_loss(
+    folder: Path, rows: list[dict[str, Any]], kind: str, evaluate: Evaluate
+) -> None:
+    (one,) = rows[-1]["images"]
+    swapped = [
+        row | ({"images": [one] * len(row["images"])} if "images" in row else {}) for row in rows
+    ]
+    file = folder / "swapped.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in swapped))
+    losses = [evaluate(folder / kind, one) for one in (folder / "chats.jsonl", file)]
+    loop = PlainLoop(kind, folder / kind, folder)
+    assert losses == pytest.approx([loop.loss(rows), loop.loss(swapped)], rel=1e-5)
+    assert abs(losses[0] - losses[1]) > 1e-3

@@ -133,20 +133,18 @@ def test_a_file_that_is_no_template_is_refused_unread(tmp_path: Path) -> None:
         read_template(tmp_path / "long")
 
 
-PARTS = "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
+PART = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+PARTS = f"{{% for m in messages %}}[{PART}]{{% endfor %}}"
+STRING = "{% if m.content is string %}[{{ m.content }}]{% else %}"
+BOTH = f"{{% for m in messages %}}{STRING}{PART}{{% endif %}}{{% endfor %}}"
 
 
 @pytest.mark.parametrize(
     ("source", "written"),
     [
-        (PARTS.replace("{{ p.text }}", "{% if p.type == 'text' %}{{ p.text }}{% endif %}"), "[hi]"),
+        (PARTS, "[hi]"),
         ("{% for m in messages %}[{{ m.content }}: {{ m.type }}]{% endfor %}", "[hi: ]"),
-        (
-            "{% for m in messages %}{% if m.content is string %}[{{ m.content }}]{% else %}"
-            "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endif %}"
-            "{% endfor %}",
-            "[hi]",
-        ),
+        (BOTH, "[hi]"),
     ],
     ids=["parts alone", "texts alone", "both"],
 )
