@@ -1,11 +1,17 @@
 """Tiny models that see, with tokenizer and image processor, and what transformers makes of images.
 
 Their weights are drawn, their templates are like those that such models have: one writes parts
-alone, another one texts as well.
+alone, another one texts as well. What an image becomes in a text is asked of the method of
+transformers' own processor: the processors themselves need torchvision.
 """
 
+import importlib
+import itertools
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,22 +25,11 @@ SPECIAL = [
     *("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<image>", "<|image_pad|>"),
     *("<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<start_of_image>"),
     *("<image_soft_token>", "<end_of_image>", "<fake_token_around_image>", "<global-img>"),
+    *("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<img>", "</img>", "<IMG_CONTEXT>"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 ]
 _TEXTS = ["what colour is the image red green blue both assistant user system the a it is"] * 10
-_MARKS = {
-    "llava": "<image>\n",
-    "gemma3": "<start_of_image>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "idefics3": "<image>",
-}
-KINDS = tuple(_MARKS)
-_TOKENS = {
-    "llava": "<image>",
-    "gemma3": "<image_soft_token>",
-    "qwen2_5_vl": "<|image_pad|>",
-    "idefics3": "<image>",
-}
 _TEXT: dict[str, Any] = {
     "vocab_size": 400,
     "hidden_size": 32,
@@ -57,6 +52,268 @@ _VISION: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
+_AXES: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+_QWEN3 = _VISION | {
+    "depth": 2,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+_QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_QWEN_MARK = "<|vision_start|><|image_pad|><|vision_end|>"
+_SMALL = {"shortest_edge": 16 * 16, "longest_edge": 16 * 16 * 12}
+_CROPPED = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+_PINS = [[16, 32], [32, 16], [32, 32]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A family of models that see."""
+
+    mark: str
+    """What its chat template writes for an image."""
+    token: str
+    """Token of a part of an image."""
+    settings: dict[str, Any]
+    tokens: dict[str, str]
+    """Keys of settings that hold the id of a token."""
+    processor: tuple[str, dict[str, Any]]
+    """Class of its image processor, and arguments."""
+    theirs: tuple[str, str] = ("", "")
+    """Module of transformers, and class there, whose method writes what an image becomes."""
+    attributes: dict[str, Any] = field(default_factory=dict)
+    """What that method reads of its processor."""
+    files: dict[str, Any] = field(default_factory=dict)
+    """Content of processor_config.json."""
+    replaced: str = ""
+    """Part of the mark that is replaced; "": the token."""
+    nested: bool = False
+    types: str = ""
+    """Key under which the model is told which tokens are of images; "": none."""
+
+
+def _pixtral_text(self: Any, inputs: Any, number: int) -> str:
+    # As PixtralProcessor, whose module needs torchvision.
+    height, width = (int(side) // self.patch_size for side in inputs["image_sizes"][number])
+    rows = ["[IMG]" * width] * height
+    return "[IMG_BREAK]".join(rows) + "[IMG_END]"
+
+
+_TILES = {"image_token": "<image>", "image_seq_len": 4, "fake_image_token": SPECIAL[13]}
+_TABLE: dict[str, _Kind] = {
+    "llava": _Kind(
+        mark="<image>\n",
+        token="<image>",
+        settings={
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _VISION | {"model_type": "clip_vision_model"},
+            "image_seq_length": 4,
+        },
+        tokens={"image_token_id": "<image>"},
+        processor=("CLIPImageProcessorPil", _CROPPED),
+        theirs=("llava", "LlavaProcessor"),
+        attributes={
+            "patch_size": 8,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+        files={
+            "patch_size": 8,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+    ),
+    "gemma3": _Kind(
+        mark="<start_of_image>",
+        token="<image_soft_token>",
+        settings={
+            "text_config": _TEXT
+            | {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": _VISION | {"model_type": "siglip_vision_model", "image_size": 32},
+            "mm_tokens_per_image": 4,
+        },
+        tokens={
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+        },
+        processor=("Gemma3ImageProcessorPil", {"size": {"height": 32, "width": 32}}),
+        theirs=("gemma3", "Gemma3Processor"),
+        attributes={
+            "full_image_sequence": "\n\n<start_of_image>"
+            + "<image_soft_token>" * 4
+            + "<end_of_image>\n\n"
+        },
+        replaced="<start_of_image>",
+        types="token_type_ids",
+    ),
+    "qwen2_5_vl": _Kind(
+        mark=_QWEN_MARK,
+        token="<|image_pad|>",
+        settings={
+            "text_config": _TEXT | _AXES,
+            "vision_config": _VISION
+            | {
+                "depth": 2,
+                "out_hidden_size": 32,
+                "fullatt_block_indexes": [1],
+                "window_size": 32,
+            },
+        },
+        tokens=_QWEN_TOKENS,
+        processor=("Qwen2VLImageProcessorPil", {"size": _SMALL, "patch_size": 8}),
+        theirs=("qwen2_5_vl", "Qwen2_5_VLProcessor"),
+        attributes={"image_processor": SimpleNamespace(merge_size=2)},
+        types="mm_token_type_ids",
+    ),
+    "idefics3": _Kind(
+        mark="<image>",
+        token="<image>",
+        settings={
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _VISION | {"image_size": 32},
+            "scale_factor": 2,
+        },
+        tokens={"image_token_id": "<image>"},
+        processor=(
+            "Idefics3ImageProcessorPil",
+            {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+        ),
+        theirs=("idefics3", "Idefics3Processor"),
+        attributes=_TILES | {"global_image_tag": "<global-img>"},
+        nested=True,
+    ),
+    "smolvlm": _Kind(
+        mark="<image>",
+        token="<image>",
+        settings={
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _VISION | {"image_size": 32},
+            "scale_factor": 2,
+        },
+        tokens={"image_token_id": "<image>"},
+        processor=(
+            "SmolVLMImageProcessorPil",
+            {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+        ),
+        theirs=("smolvlm", "SmolVLMProcessor"),
+        attributes=_TILES | {"global_image_token": "<global-img>"},
+        nested=True,
+    ),
+    "qwen2_vl": _Kind(
+        mark=_QWEN_MARK,
+        token="<|image_pad|>",
+        settings={
+            "text_config": _TEXT | _AXES,
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 16,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "patch_size": 8,
+            },
+        },
+        tokens=_QWEN_TOKENS,
+        processor=("Qwen2VLImageProcessorPil", {"size": _SMALL, "patch_size": 8}),
+        theirs=("qwen2_vl", "Qwen2VLProcessor"),
+        attributes={"image_processor": SimpleNamespace(merge_size=2)},
+        types="mm_token_type_ids",
+    ),
+    "qwen3_vl": _Kind(
+        mark=_QWEN_MARK,
+        token="<|image_pad|>",
+        settings={"text_config": _TEXT | _AXES, "vision_config": _QWEN3},
+        tokens=_QWEN_TOKENS,
+        processor=("Qwen2VLImageProcessorPil", {"size": _SMALL, "patch_size": 8}),
+        theirs=("qwen3_vl", "Qwen3VLProcessor"),
+        attributes={"image_processor": SimpleNamespace(merge_size=2)},
+        types="mm_token_type_ids",
+    ),
+    "glm4v": _Kind(
+        mark="<|begin_of_image|><|image|><|end_of_image|>",
+        token="<|image|>",
+        settings={"text_config": _TEXT | _AXES, "vision_config": _QWEN3},
+        tokens={
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video_pad|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+        },
+        processor=(
+            "Glm4vImageProcessorPil",
+            {"size": {"shortest_edge": 512, "longest_edge": 8192}, "patch_size": 8},
+        ),
+        theirs=("glm4v", "Glm4vProcessor"),
+        attributes={"image_processor": SimpleNamespace(merge_size=2)},
+        types="mm_token_type_ids",
+    ),
+    "internvl": _Kind(
+        mark="<IMG_CONTEXT>\n",
+        token="<IMG_CONTEXT>",
+        settings={
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": _VISION | {"image_size": [16, 16], "patch_size": [4, 4]},
+        },
+        tokens={"image_token_id": "<IMG_CONTEXT>"},
+        processor=("GotOcr2ImageProcessorPil", {"size": {"height": 16, "width": 16}}),
+        theirs=("internvl", "InternVLProcessor"),
+        attributes={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "image_seq_length": 4,
+        },
+        files={"image_seq_length": 4},
+    ),
+    "mistral3": _Kind(
+        mark="[IMG]",
+        token="[IMG]",
+        settings={
+            "text_config": _TEXT | {"model_type": "mistral"},
+            "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 8, "image_size": 64},
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+        tokens={"image_token_id": "[IMG]"},
+        processor=(
+            "PixtralImageProcessorPil",
+            {"size": {"longest_edge": 48}, "patch_size": {"height": 16, "width": 16}},
+        ),
+        attributes={"patch_size": 16},
+        files={"patch_size": 8, "spatial_merge_size": 2},
+    ),
+    "llava_next": _Kind(
+        mark="<image>\n",
+        token="<image>",
+        settings={
+            "text_config": _TEXT | {"model_type": "mistral"},
+            "vision_config": _VISION | {"model_type": "clip_vision_model"},
+            "image_grid_pinpoints": _PINS,
+        },
+        tokens={"image_token_id": "<image>"},
+        processor=("LlavaNextImageProcessorPil", _CROPPED | {"image_grid_pinpoints": _PINS}),
+        theirs=("llava_next", "LlavaNextProcessor"),
+        attributes={
+            "patch_size": 8,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+            "image_processor": SimpleNamespace(image_grid_pinpoints=_PINS),
+        },
+        files={
+            "patch_size": 8,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        },
+    ),
+}
+FIRST = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
+"""Families whose tests are the most."""
+KINDS = tuple(_TABLE)
+MARKS = {name: kind.mark for name, kind in _TABLE.items()}
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 
 
@@ -67,34 +324,32 @@ def save_model(kind: str, directory: Path) -> None:
         kind: one of KINDS.
         directory: new.
     """
-    tokenizer = _tokenizer(kind)
+    own, tokenizer = _TABLE[kind], _tokenizer(kind)
     tokenizer.save_pretrained(directory)
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in own.tokens.items()}
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(_config(kind, tokenizer))
+    config = transformers.AutoConfig.for_model(kind, **own.settings, **ids)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.1
             parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
     model.save_pretrained(directory)
-    _image_processor(kind).save_pretrained(directory)
-    if kind == "llava":
-        settings: dict[str, Any] = {"patch_size": 8, "num_additional_image_tokens": 1}
-        settings |= {"vision_feature_select_strategy": "default"}
-        (directory / "processor_config.json").write_text(json.dumps(settings))
+    name, options = own.processor
+    getattr(transformers, name)(**options).save_pretrained(directory)
+    if own.files:
+        (directory / "processor_config.json").write_text(json.dumps(own.files))
 
 
-def _template(kind: str) -> str:
-    # LLaVA's and Idefics' templates take parts alone.
-    texts = (
-        ""
-        if kind in ("llava", "idefics3")
-        else "{% if m.content is string %}{{ m.content }}{% else %}"
-    )
+def template_of(kind: str) -> str:
+    """The chat template of a model; those of LLaVA and Idefics take parts alone."""
+    texts = "{% if m.content is string %}{{ m.content }}{% else %}"
+    texts = "" if kind in ("llava", "idefics3") else texts
     return (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         + texts
         + "{% for p in m.content %}{% if p.type == 'image' %}"
-        + _MARKS[kind].replace("\n", "\\n").join(("{{ '", "' }}"))
+        + MARKS[kind].replace("\n", "\\n").join(("{{ '", "' }}"))
         + "{% else %}{{ p.text }}{% endif %}{% endfor %}"
         + ("{% endif %}" if texts else "")
         + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -115,64 +370,8 @@ def _tokenizer(kind: str) -> Any:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="<|im_end|>", pad_token="<pad>"
     )
-    tokenizer.chat_template = _template(kind)
+    tokenizer.chat_template = template_of(kind)
     return tokenizer
-
-
-def _config(kind: str, tokenizer: Any) -> Any:
-    ids = tokenizer.convert_tokens_to_ids
-    if kind == "llava":
-        return transformers.AutoConfig.for_model(
-            kind,
-            text_config=_TEXT | {"model_type": "llama"},
-            vision_config=_VISION | {"model_type": "clip_vision_model"},
-            image_token_id=ids("<image>"),
-            image_seq_length=4,
-        )
-    if kind == "gemma3":
-        layers = ["sliding_attention", "full_attention"]
-        return transformers.AutoConfig.for_model(
-            kind,
-            text_config=_TEXT | {"sliding_window": 12, "layer_types": layers},
-            vision_config=_VISION | {"model_type": "siglip_vision_model", "image_size": 32},
-            mm_tokens_per_image=4,
-            image_token_index=ids("<image_soft_token>"),
-            boi_token_index=ids("<start_of_image>"),
-            eoi_token_index=ids("<end_of_image>"),
-        )
-    if kind == "idefics3":
-        return transformers.AutoConfig.for_model(
-            kind,
-            text_config=_TEXT | {"model_type": "llama"},
-            vision_config=_VISION | {"image_size": 32},
-            image_token_id=ids("<image>"),
-            scale_factor=2,
-        )
-    axes: dict[str, Any] = {"rope_type": "default", "mrope_section": [1, 1, 2]}
-    windows = {"depth": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 32}
-    return transformers.AutoConfig.for_model(
-        kind,
-        text_config=_TEXT | {"rope_parameters": axes},
-        vision_config=_VISION | windows,
-        image_token_id=ids("<|image_pad|>"),
-        video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"),
-        vision_end_token_id=ids("<|vision_end|>"),
-    )
-
-
-def _image_processor(kind: str) -> Any:
-    if kind == "llava":
-        crop = {"height": 16, "width": 16}
-        return transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop)
-    if kind == "gemma3":
-        return transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    if kind == "idefics3":
-        return transformers.Idefics3ImageProcessorPil(
-            size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
-        )
-    size = {"shortest_edge": 16 * 16, "longest_edge": 16 * 16 * 12}
-    return transformers.Qwen2VLImageProcessorPil(size=size, patch_size=8)
 
 
 def draw_images(folder: Path, count: int) -> list[str]:
@@ -277,12 +476,12 @@ class PlainLoop:
     def sample(self, row: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
         """Inputs of the model and labels of a row."""
         question, answer = (message["content"] for message in row["messages"])
+        own = _TABLE[self._kind]
         images = [Image.open(self._folder / path).convert("RGB") for path in row.get("images", ())]
         found: dict[str, Any] = {}
         if images:
-            nested = self._kind == "idefics3"
-            options = {"return_row_col_info": True} if nested else {}
-            given: Any = [images] if nested else images
+            options = {"return_row_col_info": True} if own.nested else {}
+            given: Any = [images] if own.nested else images
             found = dict(self._images(images=given, return_tensors="pt", **options))
         prompt = f"<|im_start|>user\n{self._with_images(question, found)}<|im_end|>\n"
         prompt += "<|im_start|>assistant\n"
@@ -292,25 +491,23 @@ class PlainLoop:
         labels = torch.full((1, len(whole)), -100)
         labels[0, len(ids) : end] = torch.tensor(whole[len(ids) : end])
         inputs = {"input_ids": torch.tensor([whole])}
-        for key in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
+        for key in ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes"):
             if key in found:
                 inputs[key] = found[key]
         return self.given(inputs, inputs["input_ids"]), labels
 
     def given(self, inputs: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
         """Inputs of the model for the same images and other tokens, [1, tokens]."""
-        is_image = (ids == self._id(_TOKENS[self._kind])).int()
+        own = _TABLE[self._kind]
         made = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if self._kind == "gemma3":
-            made["token_type_ids"] = is_image
-        if self._kind == "qwen2_5_vl":
-            made["mm_token_type_ids"] = is_image
+        if own.types:
+            made[own.types] = (ids == self._id(own.token)).int()
         return made
 
     def decode(self, ids: list[int]) -> str:
         """Text of an answer, up to its end."""
-        end = self._id("<|im_end|>")
-        own = ids[: ids.index(end)] if end in ids else ids
+        ends = {self._id("<|im_end|>"), int(_TEXT["eos_token_id"])}
+        own = list(itertools.takewhile(lambda token: token not in ends, ids))
         return str(self._tokenizer.decode(own, skip_special_tokens=True))
 
     def _id(self, token: str) -> int:
@@ -323,24 +520,27 @@ class PlainLoop:
 
     def _with_images(self, text: str, found: dict[str, Any]) -> str:
         """A text with what stands for its images, as the family's processor writes it."""
-        mark, token = _MARKS[self._kind], _TOKENS[self._kind]
+        own = _TABLE[self._kind]
+        written: Callable[..., str] = _pixtral_text
+        if own.theirs[0]:
+            module, name = own.theirs
+            place = f"transformers.models.{module}.processing_{module}"
+            theirs = getattr(importlib.import_module(place), name)
+            written = theirs.replace_image_token
+            methods = {m: getattr(theirs, m, None) for m in _METHODS}
+        else:
+            methods = {}
+        stub = SimpleNamespace(**({"image_token": own.token} | own.attributes))
+        for method, function in methods.items():
+            if function is not None:
+                setattr(stub, method, function.__get__(stub))
         first, *rest = text.split("<image>")
         made = first
         for number, piece in enumerate(rest):
-            if self._kind == "gemma3":
-                own = f"\n\n<start_of_image>{token * 4}<end_of_image>\n\n"
-            elif self._kind == "idefics3":
-                rows, columns = (int(found[key][0][number]) for key in ("rows", "cols"))
-                fake, own = "<fake_token_around_image>", ""
-                for row in range(rows):
-                    for column in range(columns):
-                        own += f"{fake}<row_{row + 1}_col_{column + 1}>{token * 4}"
-                    own += "\n"
-                own += ("\n" if rows else "") + f"{fake}<global-img>{token * 4}{fake}"
-            elif self._kind == "qwen2_5_vl":
-                count = int(found["image_grid_thw"][number].prod()) // 4
-                own = mark.replace(token, token * count)
-            else:
-                own = mark.replace(token, token * 4)
-            made += own + piece
+            image = written(stub, found, number)
+            made += own.mark.replace(own.replaced or own.token, image, 1) + piece
         return made
+
+
+_METHODS = ("_get_number_of_features", "_get_unpadded_features")
+"""Methods that the text of an image depends on."""

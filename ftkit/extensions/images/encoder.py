@@ -42,7 +42,9 @@ class ImageEncoder:
     def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Fill the parameters; see `ftkit.models.bodies.body.MediaEncoder`."""
         stored = TransformersStorage(self._architecture).rest_in(rest) if rest else {}
-        for name, tensor in [*self._named(nn.Module.named_parameters), *self._named_buffers()]:
+        beside = self._owner.named_parameters(recurse=False)  # such as LLaVA-NeXT's end of a row
+        of_parts = self._named(nn.Module.named_parameters)
+        for name, tensor in [*beside, *of_parts, *self._named_buffers()]:
             owner, _, kind = name.rpartition(".")
             module = self._owner.get_submodule(owner)
             if isinstance(tensor, nn.Parameter):
@@ -55,23 +57,30 @@ class ImageEncoder:
             elif rest:  # a table that files hold
                 module._buffers[kind] = stored[f"{self._prefix}{name}"].read().to(device)
 
-    def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
+    def arguments(self, embedded: Tensor, media: Mapping[str, Any]) -> dict[str, Any]:
         """Put the features of images in the places of their tokens."""
         # Image by image: kernels for one and for several round differently, and a micro-batch has
         # one or several as the layout has it.
         with torch.no_grad():
-            features = [self._features(inputs) for inputs in media["images"]]
-        rows = torch.cat(features).to(embedded.dtype)
-        flat = embedded.flatten(0, 1).index_copy(0, media["places"], rows)
-        return flat.view_as(embedded)
+            found = [self._features(inputs) for inputs in media["images"]]
+        places = media["places"]
+        rows = torch.cat([features for features, _ in found]).to(embedded.dtype)
+        flat = embedded.flatten(0, 1).index_copy(0, places, rows)
+        given: dict[str, Any] = {"inputs_embeds": flat.view_as(embedded)}
+        # Features that are added to the states behind the first blocks.
+        if deeper := [torch.cat(of_block) for of_block in zip(*(d for _, d in found), strict=True)]:
+            is_image = places.new_zeros(flat.size(0), dtype=torch.bool).index_fill(0, places, True)
+            given["visual_pos_masks"] = is_image.view(embedded.shape[:2])
+            given["deepstack_visual_embeds"] = [one.to(embedded.dtype) for one in deeper]
+        return given
 
-    def _features(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[tokens, width], what an image becomes."""
+    def _features(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """[tokens, width], what an image becomes; and the same for each of the first blocks."""
         dtype = next(next(iter(self._parts.values())).parameters()).dtype
         given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-        found = self._owner.get_image_features(**given, return_dict=True).pooler_output
-        features: Tensor = found if isinstance(found, Tensor) else torch.cat(list(found))
-        return features.flatten(0, -2)
+        found = self._owner.get_image_features(**given, return_dict=True)
+        deeper = getattr(found, "deepstack_features", None) or ()
+        return _joined(found.pooler_output), [_joined(one) for one in deeper]
 
     def _named(self, method: Any) -> list[tuple[str, Any]]:
         return [
@@ -82,3 +91,9 @@ class ImageEncoder:
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         return self._named(nn.Module.named_buffers)
+
+
+def _joined(features: Any) -> Tensor:
+    """[tokens, width], of features that a model returns as a tensor, or as one for each picture."""
+    joined: Tensor = features if isinstance(features, Tensor) else torch.cat(list(features))
+    return joined.flatten(0, -2)

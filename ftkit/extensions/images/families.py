@@ -5,35 +5,11 @@ again, because these processors need torchvision, also where their image process
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Inputs = Mapping[str, Any]
 """What an image processor returns for one image."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A family of models that see."""
-
-    types: tuple[str, ...]
-    """Values of model_type in config.json."""
-    token: str
-    """Key of the model's settings with the id of the token that stands for a part of an image."""
-    mark: str
-    """What chat templates of the family write for an image; {token} is the text of that token."""
-    text: Callable[["ImageSettings", Inputs], str]
-    """What stands in the text for an image that has been processed, in the place of `mark`."""
-    patches: Callable[[Inputs], int]
-    """Patches that the tower computes for an image."""
-    options: Mapping[str, Any]
-    """Further arguments of the image processor."""
-    nested: bool = False
-    """Whether the image processor takes a list of the images of each sample."""
-    axes: bool = False
-    """Whether tokens of images have positions along three axes: time, height and width."""
-    sees_itself: bool = False
-    """Whether the tokens of an image also see its later ones."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +19,45 @@ class ImageSettings:
     model: Mapping[str, Any]
     """Content of config.json."""
     processor: Mapping[str, Any]
-    """Content of processor_config.json, and of preprocessor_config.json."""
+    """Settings of the image processor, and content of processor_config.json."""
     token: str
-    """Text of the token of images."""
+    """Text of the token that stands for a part of an image."""
+
+    def of_vision(self, key: str) -> int:
+        """A size of the tower: of a square, one of its sides."""
+        value = self.model["vision_config"][key]
+        return int(value[0] if isinstance(value, list) else value)
 
 
-def _rows(inputs: Inputs) -> int:
-    return len(inputs["pixel_values"])
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models that see."""
+
+    types: tuple[str, ...]
+    """Values of model_type in config.json."""
+    text: Callable[[ImageSettings, Inputs], str]
+    """What stands in the text for an image that has been processed, in the place of `mark`."""
+    mark: str = "{token}"
+    """What chat templates of the family write for an image; {token} is the text of the token."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the image processor."""
+    nested: bool = False
+    """Whether the image processor takes a list of the images of each sample."""
+    axes: bool = False
+    """Whether tokens of images have positions along three axes: time, height and width."""
+    sees_itself: bool = False
+    """Whether the tokens of an image also see its later ones."""
+
+
+def patches_of(settings: ImageSettings, inputs: Inputs) -> int:
+    """Number of patches that the tower computes for an image."""
+    pixels = inputs["pixel_values"]
+    if pixels.ndim == 2:  # they lie in a row
+        return len(pixels)
+    side = settings.of_vision("patch_size")
+    *_, channels, height, width = pixels.shape
+    pictures = pixels.numel() // (channels * height * width)
+    return pictures * (-(-height // side) * -(-width // side))
 
 
 def _of_grid(settings: ImageSettings, inputs: Inputs) -> str:
@@ -57,15 +65,43 @@ def _of_grid(settings: ImageSettings, inputs: Inputs) -> str:
     return settings.token * (int(inputs["image_grid_thw"][0].prod()) // merged)
 
 
-def _of_llava(settings: ImageSettings, inputs: Inputs) -> str:
-    vision = settings.model["vision_config"]
-    patch = int(settings.processor.get("patch_size") or vision["patch_size"])
-    *_, height, width = inputs["pixel_values"].shape
-    count = (height // patch) * (width // patch)
-    # The tower puts a token for the whole image first, which "default" leaves out again.
+def _patch_side(settings: ImageSettings) -> int:
+    own = settings.processor.get("patch_size")
+    return own if isinstance(own, int) else settings.of_vision("patch_size")
+
+
+def _whole_tokens(settings: ImageSettings) -> int:
+    """Tokens for a whole image that the tower puts before those of its parts, and that stay."""
+    # By default they are left out again.
     strategy = settings.processor.get("vision_feature_select_strategy")
     strategy = strategy or settings.model.get("vision_feature_select_strategy", "default")
-    return settings.token * (count + (strategy != "default"))
+    return int(settings.processor.get("num_additional_image_tokens", 1)) - (strategy == "default")
+
+
+def _of_llava(settings: ImageSettings, inputs: Inputs) -> str:
+    side = _patch_side(settings)
+    *_, height, width = inputs["pixel_values"].shape
+    return settings.token * ((height // side) * (width // side) + _whole_tokens(settings))
+
+
+def _of_llava_next(settings: ImageSettings, inputs: Inputs) -> str:
+    """The whole image, then its tiles without their padding, with a token behind each row."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    height, width = (int(side) for side in inputs["image_sizes"][0])
+    *_, high, wide = inputs["pixel_values"].shape
+    rows, columns = high // _patch_side(settings), wide // _patch_side(settings)
+    best = select_best_resolution((height, width), settings.processor["image_grid_pinpoints"])
+    all_rows, all_columns = rows * (best[0] // high), columns * (best[1] // wide)
+    # An image of other proportions than the tiles has been padded on two sides.
+    if width / height > all_columns / all_rows:
+        shown = int(round(height * (all_columns / width), 7))
+        all_rows -= (all_rows - shown) // 2 * 2
+    else:
+        shown = int(round(width * (all_rows / height), 7))
+        all_columns -= (all_columns - shown) // 2 * 2
+    count = rows * columns + _whole_tokens(settings) + all_rows * all_columns + all_rows
+    return settings.token * count
 
 
 def _of_gemma(settings: ImageSettings, inputs: Inputs) -> str:
@@ -74,10 +110,10 @@ def _of_gemma(settings: ImageSettings, inputs: Inputs) -> str:
 
 
 def _of_tiles(settings: ImageSettings, inputs: Inputs) -> str:
-    """Idefics 3: rows of tiles, and the whole image."""
+    """Rows of tiles, and the whole image (Idefics 3, SmolVLM)."""
     rows, columns = (int(inputs[key][0][0]) for key in ("rows", "cols"))
-    vision, scale = settings.model["vision_config"], int(settings.model.get("scale_factor", 2))
-    side = int(vision["image_size"]) // int(vision["patch_size"]) // scale
+    scale = int(settings.model.get("scale_factor", 2))
+    side = settings.of_vision("image_size") // settings.of_vision("patch_size") // scale
     tile, fake = settings.token * side**2, "<fake_token_around_image>"
     tiles = "".join(
         "".join(f"{fake}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
@@ -86,54 +122,43 @@ def _of_tiles(settings: ImageSettings, inputs: Inputs) -> str:
     return tiles + ("\n" if tiles else "") + f"{fake}<global-img>{tile}{fake}"
 
 
-def _tiles(inputs: Inputs) -> int:
-    """Patches of 14 x 14 pixels of all tiles."""
-    *_, height, width = inputs["pixel_values"].shape
-    return inputs["pixel_values"].shape[1] * (-(-height // 14) * -(-width // 14))
+def _of_internvl(settings: ImageSettings, inputs: Inputs) -> str:
+    side = settings.of_vision("image_size") // settings.of_vision("patch_size")
+    tile = int((side * float(settings.model.get("downsample_ratio", 0.5))) ** 2)
+    return f"<img>{settings.token * (tile * len(inputs['pixel_values']))}</img>"
 
 
-def _squares(inputs: Inputs) -> int:
-    """Patches of 14 x 14 pixels."""
-    *_, height, width = inputs["pixel_values"].shape
-    return len(inputs["pixel_values"]) * (-(-height // 14) * -(-width // 14))
+def _of_pixtral(settings: ImageSettings, inputs: Inputs) -> str:
+    """Rows of tokens with a token between them, and one that ends the image."""
+    merged = int(settings.model.get("spatial_merge_size", 1))
+    side = settings.of_vision("patch_size") * merged
+    height, width = (int(one) // side for one in inputs["image_sizes"][0])
+    between, end = (
+        str(settings.processor.get(f"image_{name}_token", f"[IMG_{name.upper()}]"))
+        for name in ("break", "end")
+    )
+    return between.join([settings.token * width] * height) + end
 
 
 FAMILIES = (
-    Family(
-        types=("llava",),
-        token="image_token_index",
-        mark="{token}",
-        text=_of_llava,
-        patches=_squares,
-        options={},
-    ),
+    Family(types=("llava",), text=_of_llava),
+    Family(types=("llava_next",), text=_of_llava_next),
     Family(
         types=("gemma3",),
-        token="image_token_index",
         mark="<start_of_image>",
         text=_of_gemma,
-        patches=_squares,
         options={"do_pan_and_scan": False},
         sees_itself=True,
     ),
+    Family(types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), text=_of_grid, axes=True),
     Family(
-        types=("qwen2_vl", "qwen2_5_vl"),
-        token="image_token_id",
-        mark="{token}",
-        text=_of_grid,
-        patches=_rows,
-        options={},
-        axes=True,
-    ),
-    Family(
-        types=("idefics3",),
-        token="image_token_id",
-        mark="{token}",
+        types=("idefics3", "smolvlm"),
         text=_of_tiles,
-        patches=_tiles,
         options={"return_row_col_info": True},
         nested=True,
     ),
+    Family(types=("internvl",), text=_of_internvl),
+    Family(types=("mistral3",), text=_of_pixtral),
 )
 """Families whose images ftkit trains on."""
 

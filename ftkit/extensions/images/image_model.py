@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from ftkit.errors import UserError
-from ftkit.extensions.images.families import FAMILIES, Family, ImageSettings, Inputs, family_of
+from ftkit.extensions.images.families import (
+    FAMILIES,
+    Family,
+    ImageSettings,
+    Inputs,
+    family_of,
+    patches_of,
+)
 from ftkit.extensions.images.files import BrokenImage, decode, read_file
 
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
@@ -44,7 +51,8 @@ class ImageModel:
                 "Download the model again."
             )
         self.family: Family = family
-        self.token_id = int(self.config.get(family.token, self.config.get("image_token_id", -1)))
+        keys = ("image_token_id", "image_token_index")
+        self.token_id = next(int(self.config[key]) for key in keys if key in self.config)
         self.token = str(token_text(self.token_id))
         """Text of the token that stands for a part of an image."""
         self.mark = family.mark.format(token=self.token)
@@ -96,8 +104,8 @@ class ImageModel:
         # All images of a size become the same text.
         if image.size not in self._texts:
             inputs = self._processed(image)
-            made = self.family.text(self._settings, inputs), self.family.patches(inputs)
-            self._texts[image.size] = made
+            text = self.family.text(self._settings, inputs)
+            self._texts[image.size] = text, patches_of(self._settings, inputs)
         return self._texts[image.size]
 
     def positions(self, ids: torch.Tensor, inputs: list[Inputs]) -> torch.Tensor:

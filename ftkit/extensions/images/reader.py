@@ -12,6 +12,9 @@ from ftkit.errors import UserError
 from ftkit.extensions.images.files import BrokenImage
 from ftkit.extensions.images.image_model import ImageModel, content_of
 
+_OF_MODEL = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+"""Inputs of an image that models take."""
+
 
 class ImageReader(MediaReader):
     """Reads the images of samples for one base model."""
@@ -59,7 +62,8 @@ class ImageReader(MediaReader):
             found = self._model.inputs(content_of(medium.file, medium.digest))
         except BrokenImage as broken:
             raise UserError(f"The image {medium.file} {broken}.") from None
-        return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+        # What only the text of an image depends on is no tensor, or no argument of the model.
+        return {key: found[key] for key in _OF_MODEL if key in found}
 
 
 def _laid_out(positions: Sequence[torch.Tensor], width: int | None) -> torch.Tensor:

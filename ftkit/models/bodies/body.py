@@ -36,8 +36,8 @@ class MediaEncoder(Protocol):
     def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Fill its parameters; arguments as of `Body.load_beside`."""
 
-    def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
-        """Put what media become in the place of embeddings.
+    def arguments(self, embedded: Tensor, media: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the language model is given in the place of token ids.
 
         Args:
             embedded: [batch, sequence, width], embeddings of the tokens.

@@ -235,10 +235,10 @@ class TransformersBody(Body):
     def _last_hidden(
         self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None = None
     ) -> Tensor:
-        given: dict[str, Tensor] = {"input_ids": input_ids}
+        given: dict[str, Any] = {"input_ids": input_ids}
         if media is not None:
             (encoder,) = self._encoders
-            given = {"inputs_embeds": encoder.embedded(self.embedding(input_ids), media)}
+            given = encoder.arguments(self.embedding(input_ids), media)
             # Where positions have several axes: [axes, batch, sequence].
             positions = media.get("positions", positions)
         outputs = self._model(**given, position_ids=positions, use_cache=False)

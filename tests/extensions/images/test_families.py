@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, make_run, needs_deepspeed
-from seeing_models import KINDS, PlainLoop, save_model, write_chats
+from seeing_models import FIRST, KINDS, PlainLoop, save_model, write_chats
 
 from ftkit.cli.app import run
 from ftkit.recipe.recipe import Method
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp x2": (2, {"strategy": "ddp", "train.micro_batch_size": 2}),
     "deepspeed x2": (2, {"strategy": "deepspeed", "train.micro_batch_size": 4}),
 }
-OFTEN = (ALONE, "padded", "fsdp x2", RESUMED)
+OF_EACH = (ALONE, RESUMED)
 """Layouts of every family; the others are those of some."""
 
 Found = dict[tuple[str, str], Outcome]
@@ -93,15 +93,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Found:
         cases[kind, RESUMED] = _case(folder, kind, RESUMED, start=found[half].out_dir)
     for kind, layout in ADAPTED:
         cases[f"{kind}, LoRA", layout] = _case(folder, kind, layout, "lora")
-    found |= train(1, [cases[f"{kind}, LoRA", ALONE] for kind in KINDS])
+    found |= train(1, [cases[f"{kind}, LoRA", ALONE] for kind in FIRST])
     found |= train(2, [case for case in cases.values() if case not in found])
     return {name: found[case] for name, case in cases.items()}
 
 
-WANTED = [(kind, layout) for kind in KINDS for layout in OFTEN] + [
-    (kind, layout) for kind in KINDS[:1] for layout in LAYOUTS if layout not in OFTEN
+WANTED = [(kind, layout) for kind in KINDS for layout in OF_EACH] + [
+    *((kind, layout) for kind in FIRST for layout in ("padded", "fsdp x2")),
+    *(("llava", layout) for layout in ("ddp x2", "deepspeed x2")),
 ]
-ADAPTED = [(kind, layout) for kind in KINDS for layout in (ALONE, "fsdp x2")]
+ADAPTED = [(kind, layout) for kind in FIRST for layout in (ALONE, "fsdp x2")]
 EACH = pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -147,7 +148,7 @@ def test_parts_that_see_are_kept(trained: Found, plain: Any, folder: Path, kind:
     assert all(torch.equal(base[name], final[name]) for name in frozen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FIRST)
 def test_an_adapter_learns_the_same_on_two_ranks(trained: Found, kind: str) -> None:
     found, expected = (trained[f"{kind}, LoRA", layout] for layout in ("fsdp x2", ALONE))
     assert_same_maths(found, expected, validations=0)
@@ -169,7 +170,7 @@ def evaluate(capsys: pytest.CaptureFixture[str]) -> Evaluate:
     return loss
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FIRST)
 def test_an_adapter_loads_in_peft_and_sees_the_same(
     trained: Found, folder: Path, rows: list[dict[str, Any]], kind: str, evaluate: Evaluate
 ) -> None:
@@ -181,7 +182,7 @@ def test_an_adapter_loads_in_peft_and_sees_the_same(
     assert loss < base.loss(rows) - 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FIRST)
 def test_other_pictures_make_another_loss(
     folder: Path, rows: list[dict[str, Any]], kind: str, evaluate: Evaluate
 ) -> None:
@@ -194,4 +195,4 @@ def test_other_pictures_make_another_loss(
     losses = [evaluate(folder / kind, one) for one in (folder / "chats.jsonl", file)]
     loop = PlainLoop(kind, folder / kind, folder)
     assert losses == pytest.approx([loop.loss(rows), loop.loss(swapped)], rel=1e-5)
-    assert abs(losses[0] - losses[1]) > 1e-3
+    assert abs(losses[0] - losses[1]) > 5e-4

@@ -1,7 +1,7 @@
 """Templates that take content parts, or texts: images become the characters of their places."""
 
 import pytest
-from seeing_models import _MARKS, KINDS, _template
+from seeing_models import FIRST, MARKS, template_of
 
 from ftkit.data.records.media import place_of
 from ftkit.extensions.images.template import ImageTemplate
@@ -14,10 +14,10 @@ _CHAT = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FIRST)
 def test_a_template_of_parts_writes_places_where_its_marks_were(kind: str) -> None:
-    mark = _MARKS[kind]
-    template = ImageTemplate.of(ChatTemplate(_template(kind), kind), mark)
+    mark = MARKS[kind]
+    template = ImageTemplate.of(ChatTemplate(template_of(kind), kind), mark)
     found = template.render(_CHAT)
     parts = [
         {"role": "user", "content": [
@@ -26,14 +26,14 @@ def test_a_template_of_parts_writes_places_where_its_marks_were(kind: str) -> No
         ]},
         {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
     ]  # fmt: skip
-    theirs = ChatTemplate(_template(kind), kind).render(parts)
+    theirs = ChatTemplate(template_of(kind), kind).render(parts)
     assert found.replace(A, mark).replace(B, mark) == theirs
     assert found.index(A) < found.index(B)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FIRST)
 def test_texts_alone_are_written_as_before(kind: str) -> None:
-    template = ImageTemplate.of(ChatTemplate(_template(kind), kind), _MARKS[kind])
+    template = ImageTemplate.of(ChatTemplate(template_of(kind), kind), MARKS[kind])
     assert "what is it" in template.render([{"role": "user", "content": "what is it"}])
 
 
@@ -44,7 +44,7 @@ def test_a_template_of_texts_keeps_places() -> None:
 
 
 def test_a_mark_in_a_text_is_no_image() -> None:
-    template = ImageTemplate.of(ChatTemplate(_template("llava"), "llava"), _MARKS["llava"])
+    template = ImageTemplate.of(ChatTemplate(template_of("llava"), "llava"), MARKS["llava"])
     with pytest.raises(TemplateRefusal, match="2 images for 1"):
         template.render([{"role": "user", "content": f"{A}and <image>\n"}])
 
