@@ -2,13 +2,23 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, make_run, needs_deepspeed
+from rank_jobs import (
+    METHODS,
+    NO_EVALUATION,
+    Case,
+    Outcome,
+    assert_same_maths,
+    chosen,
+    make_run,
+    needs_deepspeed,
+)
 from seeing_models import FIRST, KINDS, PlainLoop, save_model, write_chats
 
 from ftkit.cli.app import run
@@ -17,20 +27,53 @@ from ftkit.recipe.recipe import Method
 pytestmark = pytest.mark.slow
 
 STEPS, CUT, RATE, EPS = 6, 3, 5e-3, 1e-5
-ALONE = "rows of 8"
-RESUMED = "stopped, then two ranks"
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    ALONE: (1, {"train.micro_batch_size": 8}),
-    "padded": (1, {"train.micro_batch_size": 4, "train.padding_free": False}),
-    "fsdp x2": (2, {"strategy": "fsdp", "train.micro_batch_size": 1}),
-    RESUMED: (2, {"strategy": "fsdp", "train.micro_batch_size": 2}),
-    "ddp x2": (2, {"strategy": "ddp", "train.micro_batch_size": 2}),
-    "deepspeed x2": (2, {"strategy": "deepspeed", "train.micro_batch_size": 4}),
-}
-OF_EACH = (ALONE, RESUMED)
-"""Layouts of every family; the others are those of some."""
 
-Found = dict[tuple[str, str], Outcome]
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is laid out, and whether its second half is that of another run."""
+
+    strategy: str = "single"
+    micro_batch_size: int = 8
+    padding_free: bool = True
+    is_resumed: bool = False
+    method: Method = "full"
+
+    def __str__(self) -> str:
+        rows = "rows" if self.padding_free else "padded"
+        words = ("resumed",) * self.is_resumed + (self.strategy, self.method)
+        return "-".join((*words, str(self.micro_batch_size), rows))
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.strategy == "single" else 2
+
+    @property
+    def alone(self) -> "Layout":
+        """The one that it is compared with."""
+        return Layout(method=self.method)
+
+
+ALONE, ADAPTED = Layout(), Layout(method="lora")
+OF_EACH = (ALONE, Layout("fsdp", 2, is_resumed=True))
+"""Layouts of every family."""
+OF_FIRST = (
+    *OF_EACH,
+    Layout(micro_batch_size=4, padding_free=False),
+    Layout("fsdp", 1),
+    ADAPTED,
+    Layout("fsdp", 1, method="lora"),
+)
+ALL = tuple(
+    Layout(strategy, size, padding_free=padding_free, method=method)
+    for strategy in ("ddp", "fsdp", "deepspeed")
+    for size in (1, 2, 4)
+    for padding_free in (True, False)
+    for method in METHODS
+)
+"""Layouts of the matrix; ZeRO-3 is what deepspeed does."""
+
+Found = Callable[[str, Layout], Outcome]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +100,7 @@ def plain(folder: Path, rows: list[dict[str, Any]]) -> Any:
     return trained
 
 
-def _case(folder: Path, kind: str, layout: str, method: Method = "full", **more: Any) -> Case:
+def _case(folder: Path, kind: str, layout: Layout, **more: Any) -> Case:
     changes = {
         **dict(NO_EVALUATION),
         "checkpoint_dir": str(folder / kind),
@@ -67,6 +110,8 @@ def _case(folder: Path, kind: str, layout: str, method: Method = "full", **more:
         "data.val_split_fraction": 0,
         "data.chat_template": "tokenizer",
         "train.global_batch_size": 8,
+        "train.micro_batch_size": layout.micro_batch_size,
+        "train.padding_free": layout.padding_free,
         "train.epochs": STEPS,
         "train.lr_warmup_steps": 0,
         "train.lr_schedule": "constant",
@@ -76,53 +121,71 @@ def _case(folder: Path, kind: str, layout: str, method: Method = "full", **more:
         # Adam would turn gradients that rounding leaves into steps: those of biases of keys.
         "optimizer.eps": EPS,
         "optimizer.weight_decay": 0.0,
-        **LAYOUTS[layout][1],
     }
-    strategy = changes.pop("strategy", "single")
-    return Case(str(strategy), method, changes=tuple(changes.items()), **more)
+    return Case(layout.strategy, layout.method, changes=tuple(changes.items()), **more)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Found:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, folder: Path, request: pytest.FixtureRequest
+) -> Found:
+    """Gives the run of a family in a layout, of those that the selected tests need."""
     train = make_run(tmp_path_factory)
-    cases = {(kind, layout): _case(folder, kind, layout) for kind, layout in WANTED}
-    halves = {kind: _case(folder, kind, ALONE, stop_after=CUT) for kind in KINDS}
-    ones = {name: case for name, case in cases.items() if LAYOUTS[name[1]][0] == 1}
-    found = train(1, [*ones.values(), *halves.values()])
-    for kind, half in halves.items():
-        cases[kind, RESUMED] = _case(folder, kind, RESUMED, start=found[half].out_dir)
-    for kind, layout in ADAPTED:
-        cases[f"{kind}, LoRA", layout] = _case(folder, kind, layout, "lora")
-    found |= train(1, [cases[f"{kind}, LoRA", ALONE] for kind in FIRST])
+    selected = chosen(request, test_every_layout_learns_the_same)
+    wanted = {(kind, ALONE) for kind in KINDS} | {(kind, ADAPTED) for kind in FIRST}
+    wanted |= {(params["kind"], params["layout"]) for params in selected}
+    cases = {one: _case(folder, *one) for one in wanted if not one[1].is_resumed}
+    halves = {
+        kind: _case(folder, kind, ALONE, stop_after=CUT)
+        for kind, layout in wanted
+        if layout.is_resumed
+    }
+    ones = [case for (_, layout), case in cases.items() if layout.ranks == 1]
+    found = train(1, [*ones, *halves.values()])
+    for kind, layout in wanted:
+        if layout.is_resumed:
+            start = found[halves[kind]].out_dir
+            cases[kind, layout] = _case(folder, kind, layout, start=start)
     found |= train(2, [case for case in cases.values() if case not in found])
-    return {name: found[case] for name, case in cases.items()}
+    return lambda kind, layout: found[cases[kind, layout]]
 
 
-WANTED = [(kind, layout) for kind in KINDS for layout in OF_EACH] + [
-    *((kind, layout) for kind in FIRST for layout in ("padded", "fsdp x2")),
-    *(("llava", layout) for layout in ("ddp x2", "deepspeed x2")),
-]
-ADAPTED = [(kind, layout) for kind in FIRST for layout in (ALONE, "fsdp x2")]
+def _parameters(layouts: Iterable[tuple[str, Layout]], often: bool = True) -> list[Any]:
+    return [
+        pytest.param(
+            *one,
+            id=f"{one[0]}-{one[1]}",
+            marks=[
+                *([needs_deepspeed] * (one[1].strategy == "deepspeed")),
+                *([pytest.mark.matrix] * (not often)),
+            ],
+        )
+        for one in layouts
+    ]
+
+
+OFTEN = [(kind, layout) for kind in KINDS for layout in (OF_FIRST if kind in FIRST else OF_EACH)]
+OFTEN += [("llava", Layout("ddp", 2)), ("llava", Layout("deepspeed", 4))]
 EACH = pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param(*one, marks=[needs_deepspeed] * one[1].startswith("deepspeed"))
-        for one in WANTED
+        *_parameters(OFTEN),
+        *_parameters(
+            [(kind, one) for kind in FIRST for one in ALL if (kind, one) not in OFTEN], often=False
+        ),
     ],
 )
 
 
-@EACH
-def test_losses_are_those_of_a_plain_loop(
-    trained: Found, plain: Any, kind: str, layout: str
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_those_of_a_plain_loop(trained: Found, plain: Any, kind: str) -> None:
     losses, _ = plain(kind)
-    assert trained[kind, layout].losses == pytest.approx(losses, rel=1e-5)
+    assert trained(kind, ALONE).losses == pytest.approx(losses, rel=1e-5)
 
 
 @EACH
-def test_every_layout_learns_the_same(trained: Found, kind: str, layout: str) -> None:
-    assert_same_maths(trained[kind, layout], trained[kind, ALONE], validations=0)
+def test_every_layout_learns_the_same(trained: Found, kind: str, layout: Layout) -> None:
+    assert_same_maths(trained(kind, layout), trained(kind, layout.alone), validations=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,7 +193,7 @@ def test_the_result_answers_as_the_plain_loop(
     trained: Found, plain: Any, folder: Path, rows: list[dict[str, Any]], kind: str
 ) -> None:
     _, loop = plain(kind)
-    final = PlainLoop(kind, trained[kind, ALONE].out_dir / "final", folder)
+    final = PlainLoop(kind, trained(kind, ALONE).out_dir / "final", folder)
     for row in rows[:3]:
         inputs, _ = loop.sample(row)
         with torch.no_grad():
@@ -142,16 +205,10 @@ def test_the_result_answers_as_the_plain_loop(
 def test_parts_that_see_are_kept(trained: Found, plain: Any, folder: Path, kind: str) -> None:
     _, loop = plain(kind)
     base = PlainLoop(kind, folder / kind, folder).model.state_dict()
-    final = PlainLoop(kind, trained[kind, ALONE].out_dir / "final", folder).model.state_dict()
+    final = PlainLoop(kind, trained(kind, ALONE).out_dir / "final", folder).model.state_dict()
     frozen = {n for n, p in loop.model.named_parameters() if not p.requires_grad}
     assert frozen
     assert all(torch.equal(base[name], final[name]) for name in frozen)
-
-
-@pytest.mark.parametrize("kind", FIRST)
-def test_an_adapter_learns_the_same_on_two_ranks(trained: Found, kind: str) -> None:
-    found, expected = (trained[f"{kind}, LoRA", layout] for layout in ("fsdp x2", ALONE))
-    assert_same_maths(found, expected, validations=0)
 
 
 Evaluate = Callable[[Path, Path], float]
@@ -174,7 +231,7 @@ def evaluate(capsys: pytest.CaptureFixture[str]) -> Evaluate:
 def test_an_adapter_loads_in_peft_and_sees_the_same(
     trained: Found, folder: Path, rows: list[dict[str, Any]], kind: str, evaluate: Evaluate
 ) -> None:
-    final = trained[f"{kind}, LoRA", ALONE].out_dir / "final"
+    final = trained(kind, ADAPTED).out_dir / "final"
     base = PlainLoop(kind, folder / kind, folder)
     theirs = PlainLoop(kind, folder / kind, folder, final)
     loss = evaluate(final, folder / "chats.jsonl")
