@@ -504,7 +504,7 @@ def unknown_keys(values: dict[str, Any], kind: Any, prefix: str = "") -> Iterato
 
 
 def runs_lora(recipe: Path) -> bool:
-    trains_all = recipe.stem.endswith("-full") or recipe.stem == "documents"
+    trains_all = recipe.stem.endswith("-full") or recipe.stem in ("documents", "images")
     return recipe.parent.name != "multi_gpu" and not trains_all
 
 

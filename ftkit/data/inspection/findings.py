@@ -76,17 +76,21 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
         for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
             ids = tokens[offsets[index] : offsets[index + 1]]
             # Hashes, because the tokens of many long samples would fill memory.
-            digest = hashlib.blake2b(ids.data, digest_size=16).digest()
+            digest = hashlib.blake2b(ids.data, digest_size=16)
+            if samples.arrays.media is not None:  # other pictures may have the same tokens
+                media = (one.digest for own in samples.sequences(index) for one in own.media)
+                digest.update("".join(media).encode())
+            key = digest.digest()
             if not is_val:
-                if digest in seen:
+                if key in seen:
                     repeats.append((number, index))
-                seen.add(digest)
+                seen.add(key)
                 continue
             # Training samples come first, so `seen` then holds all of them.
-            if digest in seen:
+            if key in seen:
                 shared.append((number - len(train), index))
-            val_repeats += digest in seen_in_val
-            seen_in_val.add(digest)
+            val_repeats += key in seen_in_val
+            seen_in_val.add(key)
         start += len(samples)
     return _FoundDuplicates(
         train=len(repeats),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ftkit.data.records.forms import Form
 from ftkit.data.records.keys import CONVERSATION_KEYS, Refusal, is_empty
+from ftkit.data.records.media import MEDIA_KINDS, kind_of_part
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 from ftkit.data.records.shape_rows import CONVERSATION
 from ftkit.extensions.chats.marks import (
@@ -82,10 +83,15 @@ def _form(said: str, keys: tuple[str, ...], convert: Callable[[dict[str, Any]], 
         shape=CONVERSATION,
         keys=said,
         convert=convert,
-        used=frozenset((*keys, "tools", "functions", "system", ARGUMENTS)),
+        used=frozenset((*keys, *_columns_of_media(), "tools", "functions", "system", ARGUMENTS)),
         keeps=_keeps_argument,
         unused_inside=partial(_unused_inside, keys),
     )
+
+
+def _columns_of_media() -> Iterator[str]:
+    for kind in MEDIA_KINDS:
+        yield from kind.columns
 
 
 def _keeps_argument(key: str, item: Any, record: Record) -> bool:
@@ -205,7 +211,8 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
         if not turn.keys() <= _OF_MESSAGES[sender]:
             yield from unused_of((turn,), _OF_MESSAGES[sender], key)
         if isinstance(parts := turn.get(said), list):
-            yield from unused_of(parts, _OF_PARTS, f"{key}.{said}")
+            texts = [part for part in parts if kind_of_part(part) is None]
+            yield from unused_of(texts, _OF_PARTS, f"{key}.{said}")
 
 
 def _conversation(messages: list[Record], row: dict[str, Any], media: MediaOfRow) -> Record:
