@@ -53,6 +53,19 @@ _VISION: dict[str, Any] = {
     "patch_size": 8,
 }
 _AXES: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 0.5,
+    },
+}
 _QWEN3 = _VISION | {
     "depth": 2,
     "out_hidden_size": 32,
@@ -228,6 +241,34 @@ _TABLE: dict[str, _Kind] = {
         mark=_QWEN_MARK,
         token="<|image_pad|>",
         settings={"text_config": _TEXT | _AXES, "vision_config": _QWEN3},
+        tokens=_QWEN_TOKENS,
+        processor=("Qwen2VLImageProcessorPil", {"size": _SMALL, "patch_size": 8}),
+        theirs=("qwen3_vl", "Qwen3VLProcessor"),
+        attributes={"image_processor": SimpleNamespace(merge_size=2)},
+        types="mm_token_type_ids",
+    ),
+    "qwen3_5": _Kind(
+        mark=_QWEN_MARK,
+        token="<|image_pad|>",
+        settings={
+            "text_config": _TEXT | _LINEAR,
+            "vision_config": _QWEN3 | {"deepstack_visual_indexes": []},
+        },
+        tokens=_QWEN_TOKENS,
+        processor=("Qwen2VLImageProcessorPil", {"size": _SMALL, "patch_size": 8}),
+        theirs=("qwen3_vl", "Qwen3VLProcessor"),
+        attributes={"image_processor": SimpleNamespace(merge_size=2)},
+        types="mm_token_type_ids",
+    ),
+    "qwen3_vl_moe": _Kind(
+        mark=_QWEN_MARK,
+        token="<|image_pad|>",
+        settings={
+            "text_config": _TEXT
+            | _AXES
+            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "vision_config": _QWEN3,
+        },
         tokens=_QWEN_TOKENS,
         processor=("Qwen2VLImageProcessorPil", {"size": _SMALL, "patch_size": 8}),
         theirs=("qwen3_vl", "Qwen3VLProcessor"),

@@ -150,7 +150,14 @@ FAMILIES = (
         options={"do_pan_and_scan": False},
         sees_itself=True,
     ),
-    Family(types=("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"), text=_of_grid, axes=True),
+    Family(
+        types=(
+            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+            *("glm4v", "glm4v_moe"),
+        ),
+        text=_of_grid,
+        axes=True,
+    ),
     Family(
         types=("idefics3", "smolvlm"),
         text=_of_tiles,

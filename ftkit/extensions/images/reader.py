@@ -33,6 +33,7 @@ class ImageReader(MediaReader):
             places: [tokens of images], where they are among all tokens of the micro-batch.
             positions: [3, batch, sequence]; missing where positions have one axis.
             behind: [sequences], what an answer behind each adds to the count of tokens; as those.
+            lengths: tokens of each sequence; as those.
             blocks: of each sequence, the spans of its images; missing where no token of an image
                 sees a later one.
         """
@@ -52,6 +53,7 @@ class ImageReader(MediaReader):
         made: dict[str, Any] = {"images": images, "places": torch.cat(places)}
         if family.axes:
             made["positions"] = _laid_out(positions, width)
+            made["lengths"] = tuple(own.size(1) for own in positions)
             made["behind"] = torch.tensor([int(own.max()) + 1 - own.size(1) for own in positions])
         if family.sees_itself:
             made["blocks"] = tuple(blocks)

@@ -113,6 +113,8 @@ class TransformersBody(Body):
         }
         """Buffers that no file holds, as the model has computed them on the CPU."""
         self._so_far: Tensor | None = None
+        self._seen: tuple[Mapping[str, Any], int] | None = None
+        """Media of the prompts whose tokens are computed again, and their padded width."""
         self._behind: Tensor | None = None
         """[batch], what is added to positions behind prompts with media; None: nothing."""
         self.train()
@@ -259,8 +261,7 @@ class TransformersBody(Body):
         self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None = None
     ) -> Tensor:
         if self._so_far is not None:
-            assert media is None, "only models whose attention is ours are given media"
-            return self._computed_again(input_ids, positions)
+            return self._computed_again(input_ids, positions, media)
         cache = self._attended.cache
         assert cache is not None, "start_cache comes first"
         positions = positions.expand_as(input_ids)
@@ -273,20 +274,45 @@ class TransformersBody(Body):
             positions = positions + self._behind[:, None]
         return self._last_hidden(input_ids, positions, media)
 
-    def _computed_again(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def _computed_again(
+        self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None
+    ) -> Tensor:
         """Compute all tokens so far again, for models whose own cache is not supported."""
         assert self._so_far is not None
+        if media is not None:
+            self._seen = media, input_ids.size(1)
         positions = positions.expand_as(input_ids)
         # Slow, but right for any model: state-space layers have caches of their own.
         self._so_far.scatter_(1, positions, input_ids)
         length = int(positions.max()) + 1
         tokens = self._so_far[:, :length]
         places = torch.arange(length, device=tokens.device).expand_as(tokens)
-        hidden = self._last_hidden(tokens, places)
+        seen = None if self._seen is None else _of_length(*self._seen, places)
+        hidden = self._last_hidden(tokens, places, seen)
         return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.size(-1)))
 
     def end_cache(self) -> None:
-        self._attended.cache = self._so_far = self._behind = None
+        self._attended.cache = self._so_far = self._behind = self._seen = None
+
+
+def _of_length(media: Mapping[str, Any], width: int, places: Tensor) -> dict[str, Any]:
+    """Media of prompts, behind which answers stand.
+
+    Args:
+        media: of the prompts.
+        width: to which these are padded.
+        places: [batch, length], of all tokens so far in their sequences.
+    """
+    length = places.size(1)
+    flat = media["places"]
+    made = {**media, "places": flat // width * length + flat % width}
+    if (known := media.get("positions")) is not None:
+        # Padding behind a prompt has become the answer.
+        behind = (places + media["behind"][:, None]).expand(3, -1, -1).clone()
+        for row, end in enumerate(media["lengths"]):
+            behind[:, row, :end] = known[:, row, :end]
+        made["positions"] = behind
+    return made
 
 
 def _beside(module: nn.Module, known: set[nn.Module]) -> Iterator[nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command import Command
-from seeing_models import FIRST, PlainLoop, save_model, write_chats
+from seeing_models import FIRST, KINDS, PlainLoop, save_model, write_chats
 
 from ftkit.cli.app import run
 
@@ -21,7 +21,7 @@ _TOKENS = 6
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asked")
     write_chats(folder / "chats.jsonl")
-    for kind in FIRST:
+    for kind in KINDS:
         save_model(kind, folder / kind)
     return folder
 
@@ -44,7 +44,7 @@ def _greedily(loop: PlainLoop, row: dict[str, Any]) -> str:
     return loop.decode(ids[0, length:].tolist())
 
 
-@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5"])
 def test_answers_to_records_are_those_of_transformers(
     ftkit: Command, folder: Path, rows: list[dict[str, Any]], kind: str
 ) -> None:
