@@ -293,6 +293,41 @@ _TABLE: dict[str, _Kind] = {
         attributes={"image_processor": SimpleNamespace(merge_size=2)},
         types="mm_token_type_ids",
     ),
+    "gemma4": _Kind(
+        mark="<|image|>",
+        token="<|image|>",
+        settings={
+            "text_config": _TEXT
+            | {
+                "num_hidden_layers": 4,
+                "global_head_dim": 16,
+                "sliding_window": 12,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "hidden_size_per_layer_input": 12,
+                "vocab_size_per_layer_input": 400,
+                "use_bidirectional_attention": "vision",
+                "pad_token_id": 0,
+            },
+            "vision_config": _VISION
+            | {"head_dim": 8, "num_key_value_heads": 2, "pooling_kernel_size": 2},
+            "audio_config": None,
+        },
+        tokens={
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video_pad|>",
+            "audio_token_id": "<|vision_start|>",
+            "boi_token_id": "<|begin_of_image|>",
+            "eoi_token_id": "<|end_of_image|>",
+        },
+        processor=(
+            "Gemma4ImageProcessorPil",
+            {"patch_size": 8, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+        ),
+        theirs=("gemma4", "Gemma4Processor"),
+        attributes={"boi_token": "<|begin_of_image|>", "eoi_token": "<|end_of_image|>"},
+        types="mm_token_type_ids",
+    ),
     "internvl": _Kind(
         mark="<IMG_CONTEXT>\n",
         token="<IMG_CONTEXT>",
@@ -532,7 +567,7 @@ class PlainLoop:
         labels = torch.full((1, len(whole)), -100)
         labels[0, len(ids) : end] = torch.tensor(whole[len(ids) : end])
         inputs = {"input_ids": torch.tensor([whole])}
-        for key in ("pixel_values", "image_grid_thw", "pixel_attention_mask", "image_sizes"):
+        for key in _OF_MODEL:
             if key in found:
                 inputs[key] = found[key]
         return self.given(inputs, inputs["input_ids"]), labels
@@ -583,5 +618,10 @@ class PlainLoop:
         return made
 
 
+_OF_MODEL = (
+    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
+    "image_position_ids",
+)
+"""What an image processor returns for the model."""
 _METHODS = ("_get_number_of_features", "_get_unpadded_features")
 """Methods that the text of an image depends on."""

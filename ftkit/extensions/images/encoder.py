@@ -57,16 +57,24 @@ class ImageEncoder:
             elif rest:  # a table that files hold
                 module._buffers[kind] = stored[f"{self._prefix}{name}"].read().to(device)
 
-    def arguments(self, embedded: Tensor, media: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, input_ids: Tensor, language: Any, media: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Put the features of images in the places of their tokens."""
         # Image by image: kernels for one and for several round differently, and a micro-batch has
         # one or several as the layout has it.
         with torch.no_grad():
             found = [self._features(inputs) for inputs in media["images"]]
-        places = media["places"]
+        places, given = media["places"], dict[str, Any]()
+        if getattr(language.config, "hidden_size_per_layer_input", None):
+            # Gemma 4 has a second embedding, which has nothing of images: there it reads padding.
+            padding = torch.full_like(places, language.config.pad_token_id)
+            input_ids = input_ids.flatten().index_copy(0, places, padding).view_as(input_ids)
+            given["per_layer_inputs"] = language.get_per_layer_inputs(input_ids)
+        embedded = language.get_input_embeddings()(input_ids)
         rows = torch.cat([features for features, _ in found]).to(embedded.dtype)
         flat = embedded.flatten(0, 1).index_copy(0, places, rows)
-        given: dict[str, Any] = {"inputs_embeds": flat.view_as(embedded)}
+        given["inputs_embeds"] = flat.view_as(embedded)
         # Features that are added to the states behind the first blocks.
         if deeper := [torch.cat(of_block) for of_block in zip(*(d for _, d in found), strict=True)]:
             is_image = places.new_zeros(flat.size(0), dtype=torch.bool).index_fill(0, places, True)

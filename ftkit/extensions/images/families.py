@@ -22,6 +22,8 @@ class ImageSettings:
     """Settings of the image processor, and content of processor_config.json."""
     token: str
     """Text of the token that stands for a part of an image."""
+    text_of: Callable[[int], str]
+    """Gives the text of any token."""
 
     def of_vision(self, key: str) -> int:
         """A size of the tower: of a square, one of its sides."""
@@ -46,14 +48,14 @@ class Family:
     axes: bool = False
     """Whether tokens of images have positions along three axes: time, height and width."""
     sees_itself: bool = False
-    """Whether the tokens of an image also see its later ones."""
+    """Whether the tokens of an image also see its later ones, whatever the settings say."""
 
 
 def patches_of(settings: ImageSettings, inputs: Inputs) -> int:
     """Number of patches that the tower computes for an image."""
     pixels = inputs["pixel_values"]
-    if pixels.ndim == 2:  # they lie in a row
-        return len(pixels)
+    if pixels.ndim < 4:  # they lie in a row, padded or not
+        return pixels.shape[-2]
     side = settings.of_vision("patch_size")
     *_, channels, height, width = pixels.shape
     pictures = pixels.numel() // (channels * height * width)
@@ -107,6 +109,12 @@ def _of_llava_next(settings: ImageSettings, inputs: Inputs) -> str:
 def _of_gemma(settings: ImageSettings, inputs: Inputs) -> str:
     count = int(settings.model["mm_tokens_per_image"])
     return f"\n\n<start_of_image>{settings.token * count}<end_of_image>\n\n"
+
+
+def _of_gemma_4(settings: ImageSettings, inputs: Inputs) -> str:
+    ends = (settings.model[f"{end}_token_id"] for end in ("boi", "eoi"))
+    first, last = (settings.text_of(int(end)) for end in ends)
+    return f"{first}{settings.token * int(inputs['num_soft_tokens_per_image'][0])}{last}"
 
 
 def _of_tiles(settings: ImageSettings, inputs: Inputs) -> str:
@@ -164,6 +172,7 @@ FAMILIES = (
         options={"return_row_col_info": True},
         nested=True,
     ),
+    Family(types=("gemma4",), text=_of_gemma_4),
     Family(types=("internvl",), text=_of_internvl),
     Family(types=("mistral3",), text=_of_pixtral),
 )

@@ -55,6 +55,11 @@ class ImageModel:
         self.token_id = next(int(self.config[key]) for key in keys if key in self.config)
         self.token = str(token_text(self.token_id))
         """Text of the token that stands for a part of an image."""
+        self._text_of = token_text
+        of_text = self.config.get("text_config") or {}
+        by_settings = of_text.get("use_bidirectional_attention") == "vision"  # Gemma 4
+        self.sees_itself = family.sees_itself or by_settings
+        """Whether the tokens of an image also see its later ones."""
         self.mark = family.mark.format(token=self.token)
         self._texts: dict[tuple[int, int], tuple[str, int]] = {}
 
@@ -76,7 +81,7 @@ class ImageModel:
     @cached_property
     def _settings(self) -> ImageSettings:
         processor = self._processor.to_dict() | _json(self._directory / "processor_config.json")
-        return ImageSettings(self.config, processor, self.token)
+        return ImageSettings(self.config, processor, self.token, self._text_of)
 
     def inputs(self, content: bytes) -> Inputs:
         """Decode and process an image.

@@ -12,7 +12,10 @@ from ftkit.errors import UserError
 from ftkit.extensions.images.files import BrokenImage
 from ftkit.extensions.images.image_model import ImageModel, content_of
 
-_OF_MODEL = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+_OF_MODEL = (
+    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
+    "image_position_ids",
+)
 """Inputs of an image that models take."""
 
 
@@ -55,7 +58,7 @@ class ImageReader(MediaReader):
             made["positions"] = _laid_out(positions, width)
             made["lengths"] = tuple(own.size(1) for own in positions)
             made["behind"] = torch.tensor([int(own.max()) + 1 - own.size(1) for own in positions])
-        if family.sees_itself:
+        if self._model.sees_itself:
             made["blocks"] = tuple(blocks)
         return made
 

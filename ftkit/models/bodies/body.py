@@ -36,11 +36,14 @@ class MediaEncoder(Protocol):
     def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Fill its parameters; arguments as of `Body.load_beside`."""
 
-    def arguments(self, embedded: Tensor, media: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(
+        self, input_ids: Tensor, language: nn.Module, media: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return what the language model is given in the place of token ids.
 
         Args:
-            embedded: [batch, sequence, width], embeddings of the tokens.
+            input_ids: [batch, sequence].
+            language: the model, whose embedding is called.
             media: as `ftkit.data.media.MediaReader` has read them.
         """
 

@@ -240,7 +240,7 @@ class TransformersBody(Body):
         given: dict[str, Any] = {"input_ids": input_ids}
         if media is not None:
             (encoder,) = self._encoders
-            given = encoder.arguments(self.embedding(input_ids), media)
+            given = encoder.arguments(input_ids, self._model, media)
             # Where positions have several axes: [axes, batch, sequence].
             positions = media.get("positions", positions)
         outputs = self._model(**given, position_ids=positions, use_cache=False)
