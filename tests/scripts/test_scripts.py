@@ -127,6 +127,7 @@ NO_MODULES = {
         "ftkit.implementations",
         "ftkit.launchers",
         "ftkit.loggers",
+        "ftkit.media_kinds",
         "ftkit.optimizers",
         "ftkit.preferences",
         "ftkit.prompt_styles",
