@@ -62,7 +62,7 @@ def generate(
     Args:
         result: a run, a checkpoint, an adapter, a model or a hub name.
         prompt: one prompt, or several, whose answers are in the same order.
-        options: of the command: max_new_tokens=40, compare_base=True.
+        options: of the command: max_new_tokens=40, compare_base=True, image="cat.png".
 
     Raises:
         UserError: as the command would.
@@ -99,8 +99,12 @@ class Chat:
         self.has_history: bool = self._read()["history"]
         """True if the model sees earlier turns; without a chat template it does not."""
 
-    def ask(self, text: str) -> GeneratedAnswer:
+    def ask(self, text: str, images: Sequence[str | os.PathLike[str]] = ()) -> GeneratedAnswer:
         """Send a message and return the answer; an interrupt ends the answer only.
+
+        Args:
+            text: of the message.
+            images: files of images before the text, for a model that sees.
 
         Raises:
             UserError: the message is too long, or the conversation was closed.
@@ -111,7 +115,8 @@ class Chat:
         # The child has a process group of its own, which an interrupt of the kernel does not reach.
         with PassingOn(signal.SIGINT) as signals:
             signals.to(self._child)
-            self._child.stdin.write(json.dumps({"prompt": text}).encode() + b"\n")
+            asked = {"prompt": text, "images": [os.fspath(image) for image in images]}
+            self._child.stdin.write(json.dumps(asked).encode() + b"\n")
             self._child.stdin.flush()
             entry = self._read()
         if "error" in entry:

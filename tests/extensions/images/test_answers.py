@@ -10,6 +10,7 @@ import torch
 from command import Command
 from seeing_models import FIRST, KINDS, PlainLoop, save_model, write_chats
 
+import ftkit as python
 from ftkit.cli.app import run
 
 pytestmark = pytest.mark.slow
@@ -108,3 +109,11 @@ def test_an_image_that_cannot_be_given_is_refused(
     ended = ftkit("generate", folder / "llava", "--prompt", "what", *words)
     assert ended.returncode == 2
     assert named in ended.stderr
+
+
+def test_a_chat_in_python_takes_images(folder: Path, rows: list[dict[str, Any]]) -> None:
+    loop, row = PlainLoop("llava", folder / "llava", folder), rows[0]
+    text = row["messages"][0]["content"].replace("<image>", "")
+    with python.chat(folder / "llava", max_new_tokens=_TOKENS) as chat:
+        answer = chat.ask(text, [folder / image for image in row["images"]])
+    assert answer.text == _greedily(loop, row)
