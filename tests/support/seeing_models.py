@@ -56,26 +56,28 @@ _VISION: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
+_SCALED = ("hidden_size", "intermediate_size", "head_dim", "image_size")
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 
 
-def save_model(kind: str, directory: Path) -> None:
+def save_model(kind: str, directory: Path, scale: int = 1) -> None:
     """Write a tiny model of a family.
 
     Args:
         kind: one of KINDS.
         directory: new.
+        scale: of widths, and of the sides of images.
     """
     tokenizer = _tokenizer(kind)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(_config(kind, tokenizer))
+    model = transformers.AutoModelForImageTextToText.from_config(_config(kind, tokenizer, scale))
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.1
             parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
     model.save_pretrained(directory)
-    _image_processor(kind).save_pretrained(directory)
+    _image_processor(kind, scale).save_pretrained(directory)
     if kind == "llava":
         settings: dict[str, Any] = {"patch_size": 8, "num_additional_image_tokens": 1}
         settings |= {"vision_feature_select_strategy": "default"}
@@ -118,23 +120,27 @@ def _tokenizer(kind: str) -> Any:
     return tokenizer
 
 
-def _config(kind: str, tokenizer: Any) -> Any:
+def _config(kind: str, tokenizer: Any, scale: int) -> Any:
     ids = tokenizer.convert_tokens_to_ids
+    text, vision = (
+        sizes | {key: value * scale for key, value in sizes.items() if key in _SCALED}
+        for sizes in (_TEXT, _VISION)
+    )
     if kind == "llava":
         return transformers.AutoConfig.for_model(
             kind,
-            text_config=_TEXT | {"model_type": "llama"},
-            vision_config=_VISION | {"model_type": "clip_vision_model"},
+            text_config=text | {"model_type": "llama"},
+            vision_config=vision | {"model_type": "clip_vision_model"},
             image_token_id=ids("<image>"),
-            image_seq_length=4,
+            image_seq_length=4 * scale**2,
         )
     if kind == "gemma3":
         layers = ["sliding_attention", "full_attention"]
         return transformers.AutoConfig.for_model(
             kind,
-            text_config=_TEXT | {"sliding_window": 12, "layer_types": layers},
-            vision_config=_VISION | {"model_type": "siglip_vision_model", "image_size": 32},
-            mm_tokens_per_image=4,
+            text_config=text | {"sliding_window": 12, "layer_types": layers},
+            vision_config=vision | {"model_type": "siglip_vision_model", "image_size": 32 * scale},
+            mm_tokens_per_image=4 * scale**2,
             image_token_index=ids("<image_soft_token>"),
             boi_token_index=ids("<start_of_image>"),
             eoi_token_index=ids("<end_of_image>"),
@@ -142,17 +148,18 @@ def _config(kind: str, tokenizer: Any) -> Any:
     if kind == "idefics3":
         return transformers.AutoConfig.for_model(
             kind,
-            text_config=_TEXT | {"model_type": "llama"},
-            vision_config=_VISION | {"image_size": 32},
+            text_config=text | {"model_type": "llama"},
+            vision_config=vision | {"image_size": 32 * scale},
             image_token_id=ids("<image>"),
             scale_factor=2,
         )
-    axes: dict[str, Any] = {"rope_type": "default", "mrope_section": [1, 1, 2]}
-    windows = {"depth": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 32}
+    axes: dict[str, Any] = {"rope_type": "default", "mrope_section": [scale, scale, 2 * scale]}
+    windows = {"depth": 2, "out_hidden_size": 32 * scale, "window_size": 32 * scale}
+    windows |= {"fullatt_block_indexes": [1]}
     return transformers.AutoConfig.for_model(
         kind,
-        text_config=_TEXT | {"rope_parameters": axes},
-        vision_config=_VISION | windows,
+        text_config=text | {"rope_parameters": axes},
+        vision_config=vision | windows,
         image_token_id=ids("<|image_pad|>"),
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
@@ -160,28 +167,29 @@ def _config(kind: str, tokenizer: Any) -> Any:
     )
 
 
-def _image_processor(kind: str) -> Any:
+def _image_processor(kind: str, scale: int) -> Any:
+    side = 16 * scale
     if kind == "llava":
-        crop = {"height": 16, "width": 16}
-        return transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=crop)
+        crop = {"height": side, "width": side}
+        return transformers.CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=crop)
     if kind == "gemma3":
-        return transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+        return transformers.Gemma3ImageProcessorPil(size={"height": 2 * side, "width": 2 * side})
     if kind == "idefics3":
         return transformers.Idefics3ImageProcessorPil(
-            size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
+            size={"longest_edge": 4 * side}, max_image_size={"longest_edge": 2 * side}
         )
-    size = {"shortest_edge": 16 * 16, "longest_edge": 16 * 16 * 12}
+    size = {"shortest_edge": side**2, "longest_edge": side**2 * 12}
     return transformers.Qwen2VLImageProcessorPil(size=size, patch_size=8)
 
 
-def draw_images(folder: Path, count: int) -> list[str]:
+def draw_images(folder: Path, count: int, scale: int = 1) -> list[str]:
     """Draw pictures of one colour each, of mixed sizes; returns the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     names = []
     for number in range(count):
         colour = [*COLOURS.values()][number % len(COLOURS)]
-        height, width = (int(side) for side in generator.integers(16, 60, 2))
+        height, width = (int(side) * scale for side in generator.integers(16, 60, 2))
         noise = generator.integers(-15, 15, (height, width, 3))
         pixels = np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)
         names.append(f"{number}.png")
@@ -190,15 +198,16 @@ def draw_images(folder: Path, count: int) -> list[str]:
 
 
 def write_chats(
-    file: Path, counts: tuple[int, ...] = (1, 2, 1, 0, 1, 3, 1, 1)
+    file: Path, counts: tuple[int, ...] = (1, 2, 1, 0, 1, 3, 1, 1), scale: int = 1
 ) -> list[dict[str, Any]]:
     """Write chats about pictures beside them; returns the records.
 
     Args:
         file: of the records.
         counts: images of each record.
+        scale: of the sides of images.
     """
-    names = draw_images(file.parent / "images", sum(counts))
+    names = draw_images(file.parent / "images", sum(counts), scale)
     rows, at = [], 0
     for number, count in enumerate(counts):
         own = names[at : at + count]

@@ -215,6 +215,17 @@ class SampleSet(Samples):
         return tuple(Medium(*self._files[file], *numbers) for file, *numbers in rows)
 
     @cached_property
+    def media_sizes(self) -> IntArray | None:
+        """[samples], what the media of each cost to encode; None: there are none."""
+        media, offsets = self.arrays.media, self.arrays.media_offsets
+        if media is None or offsets is None:
+            return None
+        # By differences of sums, because many sequences may have none.
+        sums = np.concatenate([[0], np.cumsum(media[:, 3], dtype=np.int64)])[offsets]
+        sizes: IntArray = np.diff(sums).reshape(-1, self.per_sample).sum(1)
+        return sizes
+
+    @cached_property
     def _files(self) -> list[tuple[str, str, str]]:
         """Kind, digest and file of each file of media."""
         files = self.arrays.media_files

@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ftkit.extensions.images.families import family_of
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_outline import compute_buffers
 from ftkit.models.pretrained.transformers_storage import TransformersStorage
@@ -27,6 +28,9 @@ class ImageEncoder:
         owner = architecture.language_name.rpartition(".")[0]
         self._owner: Any = whole.get_submodule(owner)
         self._prefix = f"{owner}." if owner else ""
+        family = family_of(whole.config.model_type)
+        assert family is not None  # its reader has refused all others
+        self._family = family
         language = architecture.language_in(whole)
         self._parts = {
             name: part for name, part in self._owner.named_children() if part is not language
@@ -55,23 +59,27 @@ class ImageEncoder:
             elif rest:  # a table that files hold
                 module._buffers[kind] = stored[f"{self._prefix}{name}"].read().to(device)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Tower and projector."""
+        return list(self._parts.values())
+
     def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
         """Put the features of images in the places of their tokens."""
         # Image by image: kernels for one and for several round differently, and a micro-batch has
         # one or several as the layout has it.
         with torch.no_grad():
             features = [self._features(inputs) for inputs in media["images"]]
-        rows = torch.cat(features).to(embedded.dtype)
+        rows = torch.cat([*media.get("computed", ()), *features]).to(embedded.dtype)
         flat = embedded.flatten(0, 1).index_copy(0, media["places"], rows)
         return flat.view_as(embedded)
 
-    def _features(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _features(self, inputs: Mapping[str, Any]) -> Tensor:
         """[tokens, width], what an image becomes."""
-        dtype = next(next(iter(self._parts.values())).parameters()).dtype
-        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-        found = self._owner.get_image_features(**given, return_dict=True).pooler_output
-        features: Tensor = found if isinstance(found, Tensor) else torch.cat(list(found))
-        return features.flatten(0, -2)
+        dtype = next(self.modules[0].parameters()).dtype
+        is_float = {k: isinstance(v, Tensor) and v.is_floating_point() for k, v in inputs.items()}
+        given = {k: v.to(dtype) if is_float[k] else v for k, v in inputs.items()}
+        return self._family.features(self._owner, given)
 
     def _named(self, method: Any) -> list[tuple[str, Any]]:
         return [

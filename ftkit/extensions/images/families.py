@@ -4,9 +4,14 @@ A new family is a row here. What a processor of transformers writes for an image
 again, because these processors need torchvision, also where their image processors do not.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
+
+from ftkit.extensions.images import towers
 
 Inputs = Mapping[str, Any]
 """What an image processor returns for one image."""
@@ -26,6 +31,13 @@ class Family:
     """What stands in the text for an image that has been processed, in the place of `mark`."""
     patches: Callable[[Inputs], int]
     """Patches that the tower computes for an image."""
+    sized: Callable[[Inputs, int], Inputs]
+    """Inputs of any image with a number of patches, by those of another; their values do not
+    matter."""
+    read: Callable[[Any, Inputs], Inputs] = towers.as_read
+    """What the tower is given of the inputs, by its settings; the host computes it."""
+    features: Callable[[Any, Inputs], Tensor] = towers.by_own_function
+    """[tokens, width], what the owner of tower and projector makes of this; it reads no values."""
     options: Mapping[str, Any]
     """Further arguments of the image processor."""
     nested: bool = False
@@ -98,6 +110,36 @@ def _squares(inputs: Inputs) -> int:
     return len(inputs["pixel_values"]) * (-(-height // 14) * -(-width // 14))
 
 
+def _as_any(inputs: Inputs, patches: int) -> Inputs:
+    """All images are of one size."""
+    return inputs
+
+
+def _with_rows(inputs: Inputs, patches: int) -> Inputs:
+    """A grid that is as square as can be; its sides are even, since patches are merged."""
+    pixels = inputs["pixel_values"]
+    half = next(
+        side for side in range(math.isqrt(patches) // 2, 0, -1) if patches % (4 * side) == 0
+    )
+    grid = [[1, 2 * half, patches // (2 * half)]]
+    return {
+        "pixel_values": pixels.new_empty(patches, pixels.shape[1]),
+        "image_grid_thw": inputs["image_grid_thw"].new_tensor(grid),
+    }
+
+
+def _with_tiles(inputs: Inputs, patches: int) -> Inputs:
+    pixels, mask = inputs["pixel_values"], inputs["pixel_attention_mask"]
+    count = patches * pixels.shape[1] // _tiles(inputs)
+    return {
+        # In a single row, beside the whole image.
+        "rows": [[int(count > 1)]],
+        "cols": [[count - 1]],
+        "pixel_values": pixels.new_empty(1, count, *pixels.shape[2:]),
+        "pixel_attention_mask": mask.new_ones(1, count, *mask.shape[2:]),
+    }
+
+
 FAMILIES = (
     Family(
         types=("llava",),
@@ -105,6 +147,7 @@ FAMILIES = (
         mark="{token}",
         text=_of_llava,
         patches=_squares,
+        sized=_as_any,
         options={},
     ),
     Family(
@@ -113,6 +156,7 @@ FAMILIES = (
         mark="<start_of_image>",
         text=_of_gemma,
         patches=_squares,
+        sized=_as_any,
         options={"do_pan_and_scan": False},
         sees_itself=True,
     ),
@@ -122,6 +166,9 @@ FAMILIES = (
         mark="{token}",
         text=_of_grid,
         patches=_rows,
+        sized=_with_rows,
+        read=towers.with_grid,
+        features=towers.of_grid,
         options={},
         axes=True,
     ),
@@ -131,6 +178,9 @@ FAMILIES = (
         mark="{token}",
         text=_of_tiles,
         patches=_tiles,
+        sized=_with_tiles,
+        read=towers.with_tiles,
+        features=towers.of_tiles,
         options={"return_row_col_info": True},
         nested=True,
     ),

@@ -86,6 +86,33 @@ class ImageModel:
         found = self._processor(images=images, return_tensors="pt", **self.family.options)
         return dict(found)
 
+    @cached_property
+    def configured(self) -> Any:
+        """Settings of the model with what config.json leaves out."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(
+            self._directory, trust_remote_code=False, local_files_only=True
+        )
+
+    def read(self, inputs: Inputs) -> Inputs:
+        """Return what the tower is given of the inputs of an image."""
+        return self.family.read(self.configured.vision_config, inputs)
+
+    @cached_property
+    def _any_inputs(self) -> Inputs:
+        from PIL import Image
+
+        return self._processed(Image.new("RGB", (64, 64)))
+
+    def inputs_of_size(self, patches: int) -> Inputs:
+        """As `inputs`, of an image with a number of patches; the values do not matter."""
+        return self.family.sized(self._any_inputs, patches)
+
+    def tokens_of_size(self, patches: int) -> int:
+        """Tokens of an image with a number of patches."""
+        return self.family.text(self._settings, self.inputs_of_size(patches)).count(self.token)
+
     def text_of(self, content: bytes) -> tuple[str, int]:
         """The text that an image becomes, and its patches.
 

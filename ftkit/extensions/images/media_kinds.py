@@ -11,5 +11,6 @@ ROWS = (
         reference_place="ftkit.extensions.images.files:reference",
         renderer_place="ftkit.extensions.images.rendering:renderer",
         encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
+        simulated_place="ftkit.extensions.images.simulated:images_of_size",
     ),
 )

@@ -26,7 +26,7 @@ class ImageReader(MediaReader):
         """Read the images of a micro-batch; arguments as of `MediaReader`.
 
         Returns:
-            images: what the image processor returns for each.
+            images: what the tower is given of each.
             places: [tokens of images], where they are among all tokens of the micro-batch.
             positions: [3, batch, sequence]; missing where positions have one axis.
             behind: [sequences], what an answer behind each adds to the count of tokens; as those.
@@ -40,7 +40,7 @@ class ImageReader(MediaReader):
             sequence = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
             found = [self._inputs(medium) for medium in own]
             is_image = sequence == self._model.token_id
-            images += found
+            images += [self._model.read(inputs) for inputs in found]
             places.append(is_image.nonzero()[:, 0] + start)
             if family.axes:
                 positions.append(self._model.positions(sequence, found))

@@ -36,6 +36,10 @@ class MediaEncoder(Protocol):
     def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Fill its parameters; arguments as of `Body.load_beside`."""
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The parts."""
+
     def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
         """Put what media become in the place of embeddings.
 
@@ -145,6 +149,11 @@ class Body(nn.Module, ABC):
             rest: stored tensors outside of the language model, by their names in files; none: the
                 values do not matter.
         """
+
+    @property
+    def beside(self) -> list[nn.Module]:
+        """Modules that compute media, which strategies have nothing to do with."""
+        return []
 
     @abstractmethod
     def start_cache(self, batch: int, length: int) -> None:

@@ -1,0 +1,57 @@
+"""Images of a micro-batch without values, for a simulated step."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftkit.extensions.images.image_model import ImageModel
+from ftkit.strategies.step_memory import MicroBatchSize
+
+
+def images_of_size(directory: Path, size: MicroBatchSize, dtype: torch.dtype) -> Mapping[str, Any]:
+    """Return images as `ImageReader` reads them, with tensors on the meta device.
+
+    The tower computes the largest one. What the others became is under `computed`: they need no
+    more memory, and a tower of many layers takes a while to simulate.
+
+    Args:
+        directory: of the base model.
+        size: of the micro-batch, which has images.
+        dtype: of the tower.
+    """
+    model, media = _model(directory), size.media
+    assert media is not None
+    *others, largest = sorted(media.sizes)
+    tokens = [model.tokens_of_size(patches) for patches in (*others, largest)]
+    width = model.configured.get_text_config().hidden_size
+    lines = (1, size.tokens) if size.tokens is not None else (size.sequences, size.positions)
+    made: dict[str, Any] = {
+        "images": [_read(model, largest)],
+        "others": [_read(model, patches) for patches in others],
+        "computed": [_empty(count, width, dtype=dtype) for count in tokens[:-1]],
+        "places": _empty(sum(tokens), dtype=torch.int64),
+    }
+    if model.family.axes:
+        made["positions"] = _empty(3, *lines, dtype=torch.int64)
+        made["behind"] = _empty(size.sequences, dtype=torch.int64)
+    if model.family.sees_itself:
+        with_images = len(media.lengths)
+        made["blocks"] = (((0, 1),),) * with_images + ((),) * (size.sequences - with_images)
+    return made
+
+
+@cache
+def _model(directory: Path) -> ImageModel:
+    return ImageModel(directory, lambda _: "\0")  # in no text, so that it can be counted
+
+
+def _read(model: ImageModel, patches: int) -> Mapping[str, Any]:
+    found = model.read(model.inputs_of_size(patches))
+    return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
