@@ -1,7 +1,7 @@
 """Images of a micro-batch without values, for a simulated step."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from ftkit.strategies.step_memory import MicroBatchSize
 def images_of_size(directory: Path, size: MicroBatchSize, dtype: torch.dtype) -> Mapping[str, Any]:
     """Return images as `ImageReader` reads them, with tensors on the meta device.
 
-    The tower computes the largest one. What the others became is under `computed`: they need no
-    more memory, and a tower of many layers takes a while to simulate.
+    The tower computes the largest one, and gets the features of all others: it takes no more memory
+    for them, and a tower of many layers takes a while to simulate.
 
     Args:
         directory: of the base model.
@@ -29,9 +29,14 @@ def images_of_size(directory: Path, size: MicroBatchSize, dtype: torch.dtype) ->
     width = model.configured.get_text_config().hidden_size
     lines = (1, size.tokens) if size.tokens is not None else (size.sequences, size.positions)
     made: dict[str, Any] = {
-        "images": [_read(model, largest)],
+        "images": [
+            *(
+                {"features": partial(torch.empty, count, width, dtype=dtype)}
+                for count in tokens[:-1]
+            ),
+            _read(model, largest),
+        ],
         "others": [_read(model, patches) for patches in others],
-        "computed": [_empty(count, width, dtype=dtype) for count in tokens[:-1]],
         "places": _empty(sum(tokens), dtype=torch.int64),
     }
     if model.family.axes:

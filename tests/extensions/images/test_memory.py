@@ -63,10 +63,16 @@ def errors_of(job: Path, world_size: int) -> dict[str, float]:
     measured = memory.ranks[0]
     reported_bytes = measured.peak_bytes - measured.peak_breakdown_bytes.unattributed
     return {
-        "step": measured.micro_step, "counted": memory.predicted.peak_bytes / counted_bytes[0] - 1,
+        "step": measured.micro_step,
+        "counted": memory.predicted.peak_bytes / counted_bytes[0] - 1,
         "reported": memory.predicted.peak_bytes / reported_bytes - 1,
         "heaviest": memory.heaviest.peak_bytes / max(counted_bytes) - 1,
-        "peak": memory.predicted.peak_bytes, "bd": str(memory.predicted.peak_breakdown_bytes)+str(measured.peak_breakdown_bytes)+str([json.loads(p.read_text()) for p in peaks])+str(measured.micro_batch),"unattributed": measured.peak_breakdown_bytes.unattributed / measured.peak_bytes,
+        "peak": memory.predicted.peak_bytes,
+        "bd": str(memory.predicted.peak_breakdown_bytes)
+        + str(measured.peak_breakdown_bytes)
+        + str([json.loads(p.read_text()) for p in peaks])
+        + str(measured.micro_batch),
+        "unattributed": measured.peak_breakdown_bytes.unattributed / measured.peak_bytes,
     }
 
 
