@@ -1,7 +1,7 @@
 """Media in the memory of a step: which a micro-batch has, measured and at most."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,23 +67,33 @@ def size_of(media: Sequence[Sequence[Medium]], lengths: Sequence[int]) -> MediaS
 
 
 def heaviest_media(samples: Iterable[Samples]) -> MediaSize | None:
-    """Media of the sequence that costs most to encode among samples; None: none has any."""
-    found = (_heaviest_in(one) for whole in samples for one in whole.sets)
-    return heaviest_of(found)
+    """As `heaviest_of`, of the media of each sample; None: none has any."""
+    return heaviest_of(found for whole in samples for one in whole.sets for found in _heavy_in(one))
 
 
 def heaviest_of(found: Iterable[MediaSize | None]) -> MediaSize | None:
-    """The one that costs most to encode."""
-    known = (media for media in found if media is not None)
-    return max(known, key=lambda media: sum(media.sizes), default=None)
+    """Those that cost most to encode, of which the largest is as large as any of all.
 
-
-def _heaviest_in(samples: SampleSet) -> MediaSize | None:
-    sizes = samples.media_sizes
-    if sizes is None or not len(sizes):
+    All of them are in memory at once, but they are encoded one by one.
+    """
+    known = [media for media in found if media is not None]
+    if not known:
         return None
-    sequences = samples.sequences(int(np.argmax(sizes)))
-    return size_of([one.media for one in sequences], [len(one.ids) - 1 for one in sequences])
+    heaviest = max(known, key=lambda media: sum(media.sizes))
+    largest = max(size for media in known for size in media.sizes)
+    sizes = (*sorted(heaviest.sizes)[:-1], largest)
+    return dataclasses.replace(heaviest, sizes=sizes)
+
+
+def _heavy_in(samples: SampleSet) -> Iterator[MediaSize | None]:
+    """Media of the sample that has most, and of that with the largest one."""
+    media, offsets, sizes = samples.arrays.media, samples.arrays.media_offsets, samples.media_sizes
+    if media is None or offsets is None or sizes is None or not len(media):
+        return
+    with_largest = np.searchsorted(offsets, int(media[:, 3].argmax()), side="right") - 1
+    for index in (int(sizes.argmax()), int(with_largest) // samples.per_sample):
+        own = samples.sequences(index)
+        yield size_of([one.media for one in own], [len(one.ids) - 1 for one in own])
 
 
 def with_media(

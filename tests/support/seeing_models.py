@@ -56,22 +56,25 @@ _VISION: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
-_SCALED = ("hidden_size", "intermediate_size", "head_dim", "image_size")
+_WIDTHS = ("hidden_size", "intermediate_size")
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 
 
-def save_model(kind: str, directory: Path, scale: int = 1) -> None:
+def save_model(kind: str, directory: Path, scale: int = 1, *, tower: int = 1) -> None:
     """Write a tiny model of a family.
 
     Args:
         kind: one of KINDS.
         directory: new.
         scale: of widths, and of the sides of images.
+        tower: further scale of the width of the tower.
     """
     tokenizer = _tokenizer(kind)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(_config(kind, tokenizer, scale))
+    model = transformers.AutoModelForImageTextToText.from_config(
+        _config(kind, tokenizer, scale, tower)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.1
@@ -120,12 +123,11 @@ def _tokenizer(kind: str) -> Any:
     return tokenizer
 
 
-def _config(kind: str, tokenizer: Any, scale: int) -> Any:
+def _config(kind: str, tokenizer: Any, scale: int, tower: int) -> Any:
     ids = tokenizer.convert_tokens_to_ids
-    text, vision = (
-        sizes | {key: value * scale for key, value in sizes.items() if key in _SCALED}
-        for sizes in (_TEXT, _VISION)
-    )
+    text = _TEXT | {key: _TEXT[key] * scale for key in (*_WIDTHS, "head_dim")}
+    vision = _VISION | {key: _VISION[key] * scale * tower for key in _WIDTHS}
+    vision["image_size"] *= scale
     if kind == "llava":
         return transformers.AutoConfig.for_model(
             kind,
@@ -154,7 +156,7 @@ def _config(kind: str, tokenizer: Any, scale: int) -> Any:
             scale_factor=2,
         )
     axes: dict[str, Any] = {"rope_type": "default", "mrope_section": [scale, scale, 2 * scale]}
-    windows = {"depth": 2, "out_hidden_size": 32 * scale, "window_size": 32 * scale}
+    windows: dict[str, Any] = {"depth": 2, "out_hidden_size": 32 * scale, "window_size": 32 * scale}
     windows |= {"fullatt_block_indexes": [1]}
     return transformers.AutoConfig.for_model(
         kind,

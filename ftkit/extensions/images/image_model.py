@@ -10,7 +10,7 @@ import torch
 
 from ftkit.errors import UserError
 from ftkit.extensions.images.families import FAMILIES, Family, ImageSettings, Inputs, family_of
-from ftkit.extensions.images.files import BrokenImage, decode, read_file
+from ftkit.extensions.images.files import BrokenImage, decode, read_file, size_by_header
 
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
@@ -101,9 +101,7 @@ class ImageModel:
 
     @cached_property
     def _any_inputs(self) -> Inputs:
-        from PIL import Image
-
-        return self._processed(Image.new("RGB", (64, 64)))
+        return self._processed(_blank((64, 64)))
 
     def inputs_of_size(self, patches: int) -> Inputs:
         """As `inputs`, of an image with a number of patches; the values do not matter."""
@@ -119,13 +117,24 @@ class ImageModel:
         Raises:
             BrokenImage: it cannot be decoded.
         """
-        image = decode(content)
-        # All images of a size become the same text.
-        if image.size not in self._texts:
-            inputs = self._processed(image)
-            made = self.family.text(self._settings, inputs), self.family.patches(inputs)
-            self._texts[image.size] = made
-        return self._texts[image.size]
+        return self._text_of(decode(content).size)
+
+    def text_by_header(self, file: str) -> tuple[str, int]:
+        """As `text_of`, without decoding it; nothing for a file that cannot be read."""
+        try:
+            return self._text_of(size_by_header(read_file(Path(file))))
+        except BrokenImage:
+            return "", 0
+
+    def _text_of(self, size: tuple[int, int]) -> tuple[str, int]:
+        """Text and patches of images of a size: all become the same."""
+        if size not in self._texts:
+            inputs = self._processed(_blank(size))
+            self._texts[size] = (
+                self.family.text(self._settings, inputs),
+                self.family.patches(inputs),
+            )
+        return self._texts[size]
 
     def positions(self, ids: torch.Tensor, inputs: list[Inputs]) -> torch.Tensor:
         """[3, tokens], positions of the tokens of a sequence along time, height and width.
@@ -178,6 +187,12 @@ def content_of(file: str, digest: str) -> bytes:
             "Put the former one back, or start again to make new samples."
         )
     return content
+
+
+def _blank(size: tuple[int, int]) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", size)
 
 
 def _json(file: Path) -> dict[str, Any]:
