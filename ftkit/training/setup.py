@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import (
@@ -41,6 +42,7 @@ from ftkit.models.flops import (
     attention_cost,
     further_passes,
     mean_flops_per_token,
+    media_cost,
     parameter_count,
 )
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
@@ -235,10 +237,7 @@ class Setup:
         return RankLayout.of(
             self.plan,
             padding_free=self.attention != "padded",
-            attention_cost=attention_cost(
-                self.model,
-                label_fraction=float(samples.label_counts.sum() / samples.lengths.sum()),
-            ),
+            attention_cost=attention_cost(self.model, label_fraction=self._label_fraction),
             longest=max(self.data.longest_tokens, self.sets.longest_tokens) - 1,
             rank=rank(),
             shapes=FixedShapes.of(
@@ -271,7 +270,22 @@ class Setup:
             layout=self.layout,
             start=Position(step=start.step, samples=start.samples),
             positions=None if self.cuts is None else self.cuts.positions,
+            work=self._media_work,
         )
+
+    @property
+    def _media_work(self) -> npt.NDArray[np.int64] | None:
+        """[samples], tokens that cost as much as encoding the media of each; None: no media."""
+        samples = self.data.train
+        if samples.media_sizes is None:
+            return None
+        cost = media_cost(self.model, label_fraction=self._label_fraction)
+        return np.ceil(samples.media_sizes * cost).astype(np.int64)
+
+    @property
+    def _label_fraction(self) -> float:
+        samples = self.data.train
+        return float(samples.label_counts.sum() / samples.lengths.sum())
 
     def companion_of(self, samples: Samples) -> Companion | None:
         """Model that the objective needs for some samples beside the trained one, if any."""
@@ -675,6 +689,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
             train.label_counts,
             setup.data.repetitions,
             further=further_passes(recipe, outlined),
+            media_sizes=train.media_sizes,
         ),
         model.routing,
     )

@@ -64,6 +64,18 @@ class ImageEncoder:
         """Tower and projector."""
         return list(self._parts.values())
 
+    @property
+    def flops(self) -> float:
+        """Operations of the tower for a patch: its matrices, without scores and projector."""
+        towers = (part for part in self.modules if isinstance(part, PreTrainedModel))
+        layers = (
+            layer
+            for tower in towers
+            for layer in tower.modules()
+            if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d)
+        )
+        return 2.0 * sum(layer.weight.numel() for layer in layers)
+
     def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
         """Put the features of images in the places of their tokens."""
         # Image by image: kernels for one and for several round differently, and a micro-batch has

@@ -29,9 +29,9 @@ class Family:
     """What chat templates of the family write for an image; {token} is the text of that token."""
     text: Callable[["ImageSettings", Inputs], str]
     """What stands in the text for an image that has been processed, in the place of `mark`."""
-    patches: Callable[[Inputs], int]
+    patches: Callable[["ImageSettings", Inputs], int]
     """Patches that the tower computes for an image."""
-    sized: Callable[[Inputs, int], Inputs]
+    sized: Callable[["ImageSettings", Inputs, int], Inputs]
     """Inputs of any image with a number of patches, by those of another; their values do not
     matter."""
     read: Callable[[Any, Inputs], Inputs] = towers.as_read
@@ -60,7 +60,7 @@ class ImageSettings:
     """Text of the token of images."""
 
 
-def _rows(inputs: Inputs) -> int:
+def _rows(settings: ImageSettings, inputs: Inputs) -> int:
     return len(inputs["pixel_values"])
 
 
@@ -98,24 +98,19 @@ def _of_tiles(settings: ImageSettings, inputs: Inputs) -> str:
     return tiles + ("\n" if tiles else "") + f"{fake}<global-img>{tile}{fake}"
 
 
-def _tiles(inputs: Inputs) -> int:
-    """Patches of 14 x 14 pixels of all tiles."""
-    *_, height, width = inputs["pixel_values"].shape
-    return inputs["pixel_values"].shape[1] * (-(-height // 14) * -(-width // 14))
+def _squares(settings: ImageSettings, inputs: Inputs) -> int:
+    """Patches of pixels, of all tiles."""
+    *images, _, height, width = inputs["pixel_values"].shape
+    side = int(settings.model["vision_config"].get("patch_size") or 14)
+    return math.prod(images) * (height // side) * (width // side)
 
 
-def _squares(inputs: Inputs) -> int:
-    """Patches of 14 x 14 pixels."""
-    *_, height, width = inputs["pixel_values"].shape
-    return len(inputs["pixel_values"]) * (-(-height // 14) * -(-width // 14))
-
-
-def _as_any(inputs: Inputs, patches: int) -> Inputs:
+def _as_any(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
     """All images are of one size."""
     return inputs
 
 
-def _with_rows(inputs: Inputs, patches: int) -> Inputs:
+def _with_rows(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
     """A grid that is as square as can be; its sides are even, since patches are merged."""
     pixels = inputs["pixel_values"]
     half = next(
@@ -128,9 +123,9 @@ def _with_rows(inputs: Inputs, patches: int) -> Inputs:
     }
 
 
-def _with_tiles(inputs: Inputs, patches: int) -> Inputs:
+def _with_tiles(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
     pixels, mask = inputs["pixel_values"], inputs["pixel_attention_mask"]
-    count = patches * pixels.shape[1] // _tiles(inputs)
+    count = patches * pixels.shape[1] // _squares(settings, inputs)
     return {
         # In a single row, beside the whole image.
         "rows": [[int(count > 1)]],
@@ -177,7 +172,7 @@ FAMILIES = (
         token="image_token_id",
         mark="{token}",
         text=_of_tiles,
-        patches=_tiles,
+        patches=_squares,
         sized=_with_tiles,
         read=towers.with_tiles,
         features=towers.of_tiles,

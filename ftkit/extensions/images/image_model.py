@@ -105,7 +105,7 @@ class ImageModel:
 
     def inputs_of_size(self, patches: int) -> Inputs:
         """As `inputs`, of an image with a number of patches; the values do not matter."""
-        return self.family.sized(self._any_inputs, patches)
+        return self.family.sized(self._settings, self._any_inputs, patches)
 
     def tokens_of_size(self, patches: int) -> int:
         """Tokens of an image with a number of patches."""
@@ -132,7 +132,7 @@ class ImageModel:
             inputs = self._processed(_blank(size))
             self._texts[size] = (
                 self.family.text(self._settings, inputs),
-                self.family.patches(inputs),
+                self.family.patches(self._settings, inputs),
             )
         return self._texts[size]
 

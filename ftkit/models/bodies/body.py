@@ -40,6 +40,10 @@ class MediaEncoder(Protocol):
     def modules(self) -> Sequence[nn.Module]:
         """The parts."""
 
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of encoding media of size 1, roughly."""
+
     def embedded(self, embedded: Tensor, media: Mapping[str, Any]) -> Tensor:
         """Put what media become in the place of embeddings.
 
@@ -149,6 +153,11 @@ class Body(nn.Module, ABC):
             rest: stored tensors outside of the language model, by their names in files; none: the
                 values do not matter.
         """
+
+    @property
+    def media_flops(self) -> float:
+        """Floating-point operations of encoding media of size 1, roughly; 0: it is given none."""
+        return 0.0
 
     @property
     def beside(self) -> list[nn.Module]:
