@@ -126,7 +126,7 @@ def longest_sample(
     seeing = [one for one in answered if one[1]]
     # That with most media, and that with the largest one.
     heavy = [max(seeing, key=lambda one: how(one[1]))[0] for how in (sum, max) if seeing]
-    media = _media_of(heavy, renderer, max_seq_length, overlong)
+    media = _media_of(heavy, renderer, max_seq_length, overlong) if heavy else None
     tokens = label_tokens = done_bytes = 0
     densest = 0.0
     for start in range(0, len(by_size_desc), _AT_ONCE):

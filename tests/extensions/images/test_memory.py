@@ -39,6 +39,10 @@ SINGLE = {
         *("single", "full"),
         changes=(("train.micro_batch_size", 4), ("train.padding_free", False)),
     ),
+    "tokens": Case(
+        *("single", "full", "bf16-true"),
+        (("train.micro_batch_size", None), ("train.micro_batch_tokens", 450)),
+    ),
     "wide tower": Case(
         *("single", "lora", "32-true"),
         (("train.micro_batch_size", 1), ("memory.activation_checkpointing", True)),
