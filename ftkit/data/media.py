@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 from ftkit.data.records.media import MEDIA, Medium
 
@@ -44,13 +44,30 @@ class Pending:
 
     def __init__(self, read: Callable[[], Mapping[str, Any]]) -> None:
         """Take what reads them."""
-        self._read = read
+        self._read, self._pins = read, False
         self._future: Future[Mapping[str, Any]] | None = None
+
+    def pin_memory(self) -> Self:
+        """Read into page-locked memory, from which copies to a GPU wait for nothing.
+
+        Torch's loader calls this on objects of a micro-batch, as it pins its tensors.
+        """
+        self._pins = True
+        return self
 
     def begin(self) -> None:
         """Begin to read in a thread."""
         if self._future is None:
-            self._future = _threads().submit(self._read)
+            self._future = _threads().submit(self._result)
+
+    def _result(self) -> Mapping[str, Any]:
+        found = self._read()
+        if not self._pins:
+            return found
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        pinned: Mapping[str, Any] = pin_memory(found)
+        return pinned
 
     def take(self) -> Mapping[str, Any]:
         """Return what was read; nothing of it is kept here."""

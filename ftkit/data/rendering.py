@@ -131,6 +131,13 @@ class Renderer(ABC):
     def text(self, record: Record) -> str:
         """Return the text of a record, without a tokenizer; empty where it becomes no sample."""
 
+    def size(self, record: Record) -> tuple[int, Sequence[int]]:
+        """Return a bound of the tokens of a record, and what each of its media costs to encode.
+
+        Each token of a text stands for a byte at least. 0: it becomes no sample.
+        """
+        return len(self.text(record).encode()), ()
+
     @abstractmethod
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         """Render records in their order."""

@@ -166,6 +166,18 @@ def attention_cost(model: LanguageModel, *, label_fraction: float) -> float:
     return with_one / matrices - 1
 
 
+def media_cost(model: LanguageModel, *, label_fraction: float) -> float:
+    """Tokens of a step that cost as much as encoding media of size 1.
+
+    Args:
+        model: outlined or filled.
+        label_fraction: share of the tokens that carry loss.
+    """
+    return model.body.media_flops / flops_per_token(
+        model, attention_length=0, label_fraction=label_fraction
+    )
+
+
 def _matrix_flops(model: LanguageModel, end: str, per_weight: _PerWeight) -> float:
     """Operations of the matrices of the body or the head of a model, for one token."""
     total = 0.0
@@ -198,6 +210,7 @@ def mean_flops_per_token(
     repetitions: npt.NDArray[np.float64] | float = 1.0,
     *,
     further: FurtherPasses = ONLY_TRAINING,
+    media_sizes: npt.NDArray[np.int64] | None = None,
 ) -> float:
     """Floating-point operations per token, averaged over the tokens of an epoch.
 
@@ -207,9 +220,13 @@ def mean_flops_per_token(
         label_counts: [samples], tokens of each that carry loss.
         repetitions: [samples] or one for all, how often an epoch contains each.
         further: see `flops_per_token`.
+        media_sizes: [samples], what the media of each cost to encode; None: none has any.
     """
     tokens = (lengths * repetitions).sum()
-    return flops_per_token(
+    of_media = 0.0
+    if media_sizes is not None:
+        of_media = model.body.media_flops * float((media_sizes * repetitions).sum() / tokens)
+    return of_media + flops_per_token(
         model,
         attention_length=float((lengths.astype(float) ** 2 * repetitions).sum() / tokens),
         label_fraction=float((label_counts * repetitions).sum() / tokens),

@@ -9,6 +9,7 @@ from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
+from ftkit.planning.media import with_encoder, with_media
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate, simulate_alone
 from ftkit.recipe.kernels import has_liger
 from ftkit.recipe.objectives import model_beside, objective_rules
@@ -22,6 +23,7 @@ from ftkit.strategies.step_memory import (
     Breakdown,
     Category,
     HeaviestStep,
+    MediaSize,
     MicroBatchSize,
     PredictedStep,
     Sizes,
@@ -226,6 +228,7 @@ def heaviest_micro_batch(
     *,
     weighted: bool = False,
     beside: BaseModel | None = None,
+    media: MediaSize | None = None,
 ) -> MicroBatchSize:
     """Upper bound of the micro-batches of a plan.
 
@@ -235,6 +238,7 @@ def heaviest_micro_batch(
         tokens: of the longest sample.
         weighted: whether some labels have a weight other than 1.
         beside: another model, which computes on them too.
+        media: of the sample that costs most to encode; None: there are none.
     """
     path = planned_path(base.architecture.attention, plan)
     if beside is not None:
@@ -243,7 +247,7 @@ def heaviest_micro_batch(
     samples = plan.largest_micro_batch
     if not is_row:
         samples = min(samples, plan.padded_samples(max(1, tokens - 1)))
-    return largest_micro_batch(
+    largest = largest_micro_batch(
         samples * rules.sequences,
         tokens,
         padding_free=is_row,
@@ -252,10 +256,16 @@ def heaviest_micro_batch(
         weighted=weighted or plan.kind.compiles_shapes,
         scored=rules.scores,
     )
+    return with_media(largest, media, samples * rules.sequences)
 
 
 def predict_measured(
-    base: str, beside: str | None, plan: Plan, measured: StepMemory, longest_sample_tokens: int
+    base: str,
+    beside: str | None,
+    plan: Plan,
+    measured: StepMemory,
+    longest_sample_tokens: int,
+    media: MediaSize | None = None,
 ) -> StepMemory:
     """Memory that a run measured on rank 0, beside its prediction.
 
@@ -268,17 +278,19 @@ def predict_measured(
         plan: what was run.
         measured: has the micro-step that needed most, and the size of its micro-batch.
         longest_sample_tokens: of all samples to train on and to validate on.
+        media: of that sample of them that costs most to encode; None: there are none.
     """
     first = measured.ranks[0]
     recipe = plan.recipe
     found = with_added_tokens(read_blueprint(base, recipe.implementation), recipe.added_tokens)
     model = base_for(found, recipe.objective)
+    model = with_encoder(model, plan, () if media is None else (media.kind,))
     weighted = first.micro_batch is not None and first.micro_batch.weighted
     known, other = model_beside(plan.recipe), None
     if known is not None and beside is not None:
         other = read_blueprint(beside, known.implementation)
     batch = heaviest_micro_batch(
-        model, plan, longest_sample_tokens, weighted=weighted, beside=other
+        model, plan, longest_sample_tokens, weighted=weighted, beside=other, media=media
     )
     memory = predict(model, plan, batch, beside=other)
     heaviest = HeaviestStep(

@@ -9,10 +9,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from ftkit.data.records.media import MEDIA, MEDIA_OF
 from ftkit.data.samples.sampler import ElasticOrder
 from ftkit.errors import is_out_of_memory
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.token_numbers import TokenDropout
+from ftkit.planning.media import size_of
 from ftkit.planning.tracker import LiveTensors, Stretch, highest
 from ftkit.strategies.distributed import rank
 from ftkit.strategies.step_memory import (
@@ -167,6 +169,8 @@ class MemoryMeter:
         if self._entered:
             # The batch was made before the forward pass began, but belongs to it.
             self._live.assign((v for v in batch.values() if isinstance(v, Tensor)), "activations")
+            # On CPUs no operation has made these here: a thread has.
+            self._live.assign(tensors_in(batch.get(MEDIA)), "activations", from_now=True)
             self._mark("before_forward")
             self._micro_batches.append(_size_of(batch))
             self._live.begin_forward()
@@ -281,10 +285,15 @@ def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
     lines, positions = batch["input_ids"].shape
     targets, lengths = len(batch["labels"]), batch["sequence_lengths"]
     weighted = "weights" in batch
+    media = size_of(batch[MEDIA_OF], batch["lengths"]) if MEDIA_OF in batch else None
     # Padded: one line for each sequence.
     if lengths is None:
         return MicroBatchSize(
-            sequences=lines, positions=positions, targets=targets, weighted=weighted
+            sequences=lines,
+            positions=positions,
+            targets=targets,
+            weighted=weighted,
+            media=media,
         )
     return MicroBatchSize(
         sequences=len(lengths),
@@ -292,6 +301,7 @@ def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
         targets=targets,
         tokens=positions,
         weighted=weighted,
+        media=media,
     )
 
 

@@ -24,6 +24,7 @@ from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.single_file import Conversion
 from ftkit.models.trained_part import trained_names
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.planning.media import with_encoder
 from ftkit.planning.memory import (
     PredictedMemory,
     heaviest_micro_batch,
@@ -249,6 +250,7 @@ class Planned:
             "max_seq_length": self.max_seq_length,
             "longest_sample_tokens": self.length.tokens,
             "length_source": self.length.source,
+            "heaviest_media": self.length.media and dataclasses.asdict(self.length.media),
             **memory,
             "least_bytes": self.least_bytes,
             "conversion": self.conversion
@@ -395,13 +397,16 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
             recipe.eval.sets,
             preference=rules.preference,
         )
+    base = with_encoder(base, made, () if length.media is None else (length.media.kind,))
     samples = length.train_samples
     steps = recipe.train.max_steps
     if samples is not None:
         rate = base_learning_rate(recipe.optimizer)
         steps = _steps(recipe.train, samples, rate)
     weighted = length.trained is not None and length.trained.weighted
-    largest = heaviest_micro_batch(base, made, length.tokens, weighted=weighted, beside=beside)
+    largest = heaviest_micro_batch(
+        base, made, length.tokens, weighted=weighted, beside=beside, media=length.media
+    )
     memory = predict(base, made, largest, beside=beside)
     least_bytes = memory.low_bytes
     in_row = largest.tokens is not None

@@ -27,9 +27,11 @@ from ftkit.models.chat_templates.template import OF_TOKENIZER
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.hub import has_tokenizer
 from ftkit.models.pretrained.tokenizer import Tokenizer
+from ftkit.planning.media import heaviest_media, heaviest_of, size_of
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Component
+from ftkit.strategies.step_memory import MediaSize
 
 _BESIDE_TEXT = 8
 """Tokens of a sample that no byte of its text stands for, at most: special ones at both ends of
@@ -54,6 +56,8 @@ class Longest:
     """Whether this sample is the longest of all."""
     weighted: bool = False
     """Whether some sample has tokens with a weight other than 1."""
+    media: MediaSize | None = None
+    """Media of the sample that costs most to encode; None: there are none, or not known."""
 
 
 def _longest_of(samples: Samples) -> Longest | None:
@@ -69,6 +73,7 @@ def _longest_of(samples: Samples) -> Longest | None:
         label_tokens=labels,
         is_exact=True,
         weighted=samples.label_weights is not None,
+        media=heaviest_media((samples,)),
     )
 
 
@@ -83,6 +88,7 @@ def _longest_in_all(found: Iterable[Longest | None]) -> Longest | None:
         at_most=max(one.at_most for one in known),
         is_exact=all(one.is_exact for one in known),
         weighted=any(one.weighted for one in known),
+        media=heaviest_of(one.media for one in known),
     )
 
 
@@ -106,17 +112,21 @@ def longest_sample(
         overlong: handling of longer samples.
         by_bytes: there is no tokenizer here, and bytes are all that is known.
     """
-    texts = [renderer.text(record) for record in records]
-    answered = [(record, text) for record, text in zip(records, texts, strict=True) if text]
+    # Bytes, because byte-level tokenizers make up to one token of each.
+    found = [(record, *renderer.size(record)) for record in records]
+    answered = [(record, costs) for record, size, costs in found if size]
     if not answered:
         return None
-    # Bytes, because byte-level tokenizers make up to one token of each.
-    sizes = np.array([len(text.encode()) for _, text in answered])
+    sizes = np.array([size for _, size, _ in found if size])
     by_size_desc = np.argsort(-sizes, kind="stable")
     largest = int(sizes[by_size_desc[0]])
     if by_bytes:
         return Longest(at_most=min(largest + _BESIDE_TEXT, max_seq_length))
     weighted = any(has_weights(record) for record, _ in answered)
+    seeing = [one for one in answered if one[1]]
+    # That with most media, and that with the largest one.
+    heavy = [max(seeing, key=lambda one: how(one[1]))[0] for how in (sum, max) if seeing]
+    media = _media_of(heavy, renderer, max_seq_length, overlong) if heavy else None
     tokens = label_tokens = done_bytes = 0
     densest = 0.0
     for start in range(0, len(by_size_desc), _AT_ONCE):
@@ -129,7 +139,11 @@ def longest_sample(
             expected = max(tokens, math.ceil(densest * largest))
             at_most = min(expected, largest + _BESIDE_TEXT, max_seq_length)
             return Longest(
-                at_most=at_most, at_least=tokens, label_tokens=label_tokens, weighted=weighted
+                at_most=at_most,
+                at_least=tokens,
+                label_tokens=label_tokens,
+                weighted=weighted,
+                media=media,
             )
         renderings = renderer.render([answered[i][0] for i in chunk])
         for index, rendering in zip(chunk, renderings, strict=True):
@@ -147,7 +161,21 @@ def longest_sample(
         label_tokens=label_tokens,
         is_exact=True,
         weighted=weighted,
+        media=media,
     )
+
+
+def _media_of(
+    records: Sequence[Record], renderer: Renderer, max_seq_length: int, overlong: Overlong
+) -> MediaSize | None:
+    """Media of the samples of some records, see `heaviest_of`; None: they have none."""
+    samples = (
+        kept
+        for rendering in renderer.render(records)
+        for whole in rendering.samples
+        for kept in fit(whole, max_seq_length, overlong)
+    )
+    return heaviest_of(size_of([one.media], [len(one.ids) - 1]) for one in samples)
 
 
 _ASSUMED_TOKENS = 2048
@@ -174,11 +202,16 @@ class SequenceLength:
     """Samples of an epoch at most; records that give no sample are known only after tokenising."""
     lacks: Literal["data", "tokenizer"] = "data"
     """Missing part, where nothing is known of the samples."""
+    media: MediaSize | None = None
+    """Media of the sample that costs most to encode; None: there are none, or not known."""
 
     @property
     def words(self) -> str:
         """Length and its source as a text."""
         count = f"{self.tokens:,} tokens"
+        if self.media is not None:
+            most = len(self.media.sizes)
+            count += f" (and {most} {self.media.kind}{'s' * (most > 1)})"
         lacking = "the data are not known"
         if self.lacks == "tokenizer":
             lacking = "the tokenizer is not on this machine"
@@ -237,7 +270,10 @@ def sequence_length(
         source = "bytes"
     elif not train.is_exact or (val and not val.is_exact):
         source = "largest_samples"
-    return SequenceLength(tokens=tokens, source=source, trained=train, train_samples=count)
+    media = heaviest_of((train.media, None if val is None else val.media))
+    return SequenceLength(
+        tokens=tokens, source=source, trained=train, train_samples=count, media=media
+    )
 
 
 def _unknown(asked: int | None, context: int) -> SequenceLength:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ftkit.data.records.media import MEDIA
 from ftkit.errors import UserError
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
@@ -44,6 +45,7 @@ from ftkit.models.unpacking import UnpackedPerUse
 from ftkit.objectives.companion import Companion, sequence_log_probabilities
 from ftkit.objectives.objective import Batch, make_objective
 from ftkit.objectives.step_loss import StepLoss, zeros_for
+from ftkit.planning.media import allocated, simulated_media
 from ftkit.planning.tracker import LiveTensors, Stretch
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.kernels import has_liger
@@ -232,6 +234,8 @@ def _run(
         model, frozen, plan.shards, is_teacher=objective_rules(recipe.objective).needs_teacher
     )
     strategy = make_strategy(plan)
+    # Before tensors have no values: the host computes some from the sizes of media.
+    media = simulated_media(base, batch, parameter_dtype(plan))
     with (
         strategy.simulated() as sharding,
         strategy.simulated_beside(sharding) as sharding_beside,
@@ -245,6 +249,7 @@ def _run(
         answers = recipe.eval.max_new_tokens or 0
         model.body.build_rope_cache(CPU, min(context, asked + answers))
         _pack(model, plan.accelerator)
+        model.body.load_beside({})
         model.body.tokens.device_kind = plan.accelerator
         model.body.tokens.prepare(0, CPU)
         if frozen is not None:
@@ -252,7 +257,8 @@ def _run(
             frozen.body.build_rope_cache(CPU, asked)
             _pack(frozen, plan.accelerator)
         with _mistakes_of_plugin():
-            peaks = _Step(model, strategy, sharding_beside, batch, accumulates, frozen).peaks()
+            step = _Step(model, strategy, sharding_beside, batch, accumulates, frozen, media)
+            peaks = step.peaks()
         further = further_passes(recipe)
         refers = min(further.below_adapter, 1)
         return Simulation(
@@ -438,8 +444,8 @@ def _pack(model: LanguageModel, kind: str) -> None:
             matrices.device_kind = kind
 
 
-def _made(size: MicroBatchSize) -> Batch:
-    """A micro-batch of a size, as `ftkit.data.samples.loader.collate` makes it."""
+def _made(size: MicroBatchSize, media: Any = None) -> Batch:
+    """A micro-batch of a size, as `ftkit.data.samples.loader.collate` makes it, with its media."""
     shape = (size.sequences, size.positions) if size.tokens is None else (1, size.tokens)
     divisor = torch.tensor(float(size.targets), dtype=torch.float64)
     made: Batch = {
@@ -456,6 +462,8 @@ def _made(size: MicroBatchSize) -> Batch:
     }
     if size.weighted:
         made["weights"] = torch.ones(size.targets, dtype=torch.float32)
+    if media is not None:
+        made[MEDIA] = allocated(media)
     return made
 
 
@@ -479,8 +487,10 @@ class _Step:
         batch: MicroBatchSize,
         accumulates: bool,
         frozen: LanguageModel | None,
+        media: Any,
     ) -> None:
         self._model, self._strategy, self._batch = model, strategy, batch
+        self._media = media
         self._plan = plan = strategy.plan
         self._accumulates = accumulates
         self._computing = computing = partial(_computing, strategy)
@@ -507,7 +517,7 @@ class _Step:
         live, strategy = self._live, self._strategy
         optimizer = self._make_optimizer() if strategy.updates_parameters else None
         self._watch_blocks()
-        for model in self._models:
+        for model in (*self._models, *self._model.body.beside):
             live.assign(model.parameters(), "parameters")
             live.assign(model.buffers(), "parameters")
             live.assign(scales(model), "parameters")
@@ -580,11 +590,11 @@ class _Step:
         self._watches_blocks = True
 
     def _new_batch(self) -> Batch:
-        made = _made(self._batch)
+        made = _made(self._batch, self._media)
         if objective_rules(self._plan.recipe.objective).preference == "labels":
             made["desirable"] = torch.ones(self._batch.sequences, dtype=torch.bool)
-        tensors = (value for value in made.values() if isinstance(value, Tensor))
-        self._live.assign(tensors, "activations")
+        given = (*made.values(), *tensors_in(made.get(MEDIA)))
+        self._live.assign((value for value in given if isinstance(value, Tensor)), "activations")
         return made
 
     def _step(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -149,17 +149,21 @@ class LiveTensors(TorchDispatchMode):
         self._see_all((result,))
         return result
 
-    def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
+    def assign(
+        self, tensors: Iterable[Tensor | None], category: Category, *, from_now: bool = False
+    ) -> None:
         """Set the category of tensors until they are freed.
 
         Args:
             tensors: also sharded ones, of which the part in this process counts; None is skipped.
             category: of these tensors.
+            from_now: whether those that are not known yet came only now, as from another thread;
+                else they were there from the start.
         """
         for storage in self._storages(tensors):
             known = self._alive.get(storage._cdata)
             if known is None:
-                self._enter(storage, category, is_new=False)
+                self._enter(storage, category, is_new=from_now)
             else:
                 if known.category == "temporaries":
                     known.turned_out = category

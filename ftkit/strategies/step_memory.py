@@ -60,6 +60,18 @@ class StepMoments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MediaSize:
+    """Size of the media in the input of one forward pass."""
+
+    kind: str
+    """Name of their kind."""
+    lengths: tuple[int, ...]
+    """Input tokens of each sequence that has some."""
+    sizes: tuple[int, ...]
+    """What each medium costs to encode, in units of its kind: patches of an image."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatchSize:
     """Size of the input of one forward pass."""
 
@@ -73,17 +85,25 @@ class MicroBatchSize:
     """Tokens of all sequences in a row without padding; None: sequences are padded."""
     weighted: bool = False
     """Whether the targets have weights."""
+    media: MediaSize | None = None
+    """Their media; None: they have none."""
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
-        """Lengths of sequences in a row, equal but for the longest one; None: they are padded."""
+        """Lengths of sequences in a row, equal but for the longest one; None: they are padded.
+
+        Those with media come first, with their own lengths.
+        """
         if self.tokens is None:
             return None
         # Memory depends on the longest sequence and the total, so any lengths with both will do.
-        others = self.sequences - 1
+        known = () if self.media is None else self.media.lengths
+        if self.positions not in known:
+            known = (*known, self.positions)
+        others = self.sequences - len(known)
         # Spread the remaining tokens over the other sequences as evenly as possible.
-        least, more = divmod(self.tokens - self.positions, others) if others else (0, 0)
-        return (self.positions, *(least + 1,) * more, *(least,) * (others - more))
+        least, more = divmod(self.tokens - sum(known), others) if others else (0, 0)
+        return (*known, *(least + 1,) * more, *(least,) * (others - more))
 
 
 @dataclass(frozen=True, kw_only=True)

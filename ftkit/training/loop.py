@@ -127,7 +127,10 @@ class Training:
             set() if self._recipe.compile else steps_to_measure(self._order),
             self._recorder.device_peak,
             self._recorder.on_step_memory,
-            beside=() if companion is None else companion.models,
+            beside=(
+                *(() if companion is None else companion.models),
+                *setup.model.body.beside,
+            ),
         )
         self.signal_number: int | None = None
         """The signal that ended training, if any."""

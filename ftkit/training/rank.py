@@ -244,7 +244,9 @@ def _note_prediction(recorder: Recorder, job: Job, display: Display) -> None:
     recorder.end_phases()
     try:
         with display.phase("predicting memory", brief=True):
-            predicted = predict_measured(job.base, job.beside, job.plan, measured, longest)
+            predicted = predict_measured(
+                job.base, job.beside, job.plan, measured, longest, resolved.heaviest_media
+            )
     except Exception as error:  # the report is complete without it
         recorder.warn(f"memory was not predicted: {type(error).__name__}: {error}")
     else:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import (
@@ -21,7 +22,6 @@ from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, LoadedPart, ValidationSets, load_data, load_sets
-from ftkit.data.records.media import media_row
 from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
@@ -42,6 +42,7 @@ from ftkit.models.flops import (
     attention_cost,
     further_passes,
     mean_flops_per_token,
+    media_cost,
     parameter_count,
 )
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
@@ -66,6 +67,7 @@ from ftkit.objectives.objective import (
     ignores_padding,
     make_objective,
 )
+from ftkit.planning.media import heaviest_media, with_encoder
 from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.implementations import HF, implementation_row
@@ -95,6 +97,7 @@ from ftkit.strategies.state import (
     state_kinds,
     updated_as_matrices,
 )
+from ftkit.strategies.step_memory import MediaSize
 from ftkit.strategies.strategy import (
     Strategy,
     compute_dtype,
@@ -221,16 +224,20 @@ class Setup:
         return self.objective.view(self.sets.samples(self.validation_limit))
 
     @cached_property
+    def heaviest_media(self) -> MediaSize | None:
+        """Media of the sample that costs most to encode, of all; None: there are none."""
+        further = self.further_samples
+        others = () if further is None else (further,)
+        return heaviest_media((self.data.train, self.data.val, *others))
+
+    @cached_property
     def layout(self) -> RankLayout:
         """Layout of a step's samples on this rank."""
         samples, further = self.data.train, self.further_samples
         return RankLayout.of(
             self.plan,
             padding_free=self.attention != "padded",
-            attention_cost=attention_cost(
-                self.model,
-                label_fraction=float(samples.label_counts.sum() / samples.lengths.sum()),
-            ),
+            attention_cost=attention_cost(self.model, label_fraction=self._label_fraction),
             longest=max(self.data.longest_tokens, self.sets.longest_tokens) - 1,
             rank=rank(),
             shapes=FixedShapes.of(
@@ -263,7 +270,22 @@ class Setup:
             layout=self.layout,
             start=Position(step=start.step, samples=start.samples),
             positions=None if self.cuts is None else self.cuts.positions,
+            work=self._media_work,
         )
+
+    @property
+    def _media_work(self) -> npt.NDArray[np.int64] | None:
+        """[samples], tokens that cost as much as encoding the media of each; None: no media."""
+        samples = self.data.train
+        if samples.media_sizes is None:
+            return None
+        cost = media_cost(self.model, label_fraction=self._label_fraction)
+        return np.ceil(samples.media_sizes * cost).astype(np.int64)
+
+    @property
+    def _label_fraction(self) -> float:
+        samples = self.data.train
+        return float(samples.label_counts.sum() / samples.lengths.sum())
 
     def companion_of(self, samples: Samples) -> Companion | None:
         """Model that the objective needs for some samples beside the trained one, if any."""
@@ -302,7 +324,8 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     strategy = make_strategy(plan)
     strategy.check_optimizer(strategy.device)
     data, sets = _read_data(models, objective, recipe, journal)
-    base = _with_encoder(base, plan, [*data.parts, *sets.parts])
+    kinds = {kind for one in (*data.parts, *sets.parts) for kind in one.part.media}
+    base = with_encoder(base, plan, kinds)
     # Before the model is built and filled: other data or another base model show at once.
     known = identities(recipe, base, data, start.metadata)
     if companion is not None:
@@ -414,29 +437,6 @@ def _read_data(
     if rank() == 0:
         log_findings(data, base, longest, recipe.eval.validates, journal)
     return data, sets
-
-
-def _with_encoder(base: BaseModel, plan: Plan, parts: Sequence[LoadedPart]) -> BaseModel:
-    """Return a base model that takes the media of its data, if they have some.
-
-    Raises:
-        UserError: the run cannot give it any.
-    """
-    kinds = sorted({name for part in parts for name in part.part.media})
-    if not kinds:
-        return base
-    if companion_row(plan.recipe.objective) is not None:
-        raise UserError(
-            f"The records have {kinds[0]}s, but the other model of the objective is given none so "
-            "far. Try --objective sft."
-        )
-    if plan.kind.compiles_shapes:
-        raise UserError(
-            f"The records have {kinds[0]}s, whose sizes differ, but {plan.accelerator} devices "
-            "compile a program for each size. Try another --accelerator."
-        )
-    made = base.architecture.with_encoder(media_row(kinds[0]).encoder_place)
-    return dataclasses.replace(base, architecture=made)
 
 
 def _check_result(base: BaseModel, recipe: Recipe, journal: Journal) -> None:
@@ -689,6 +689,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
             train.label_counts,
             setup.data.repetitions,
             further=further_passes(recipe, outlined),
+            media_sizes=train.media_sizes,
         ),
         model.routing,
     )
@@ -718,6 +719,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         chat_template=result_template(setup.base, setup.data).name,
         max_seq_length=setup.max_seq_length,
         longest_sample_tokens=max(setup.data.longest_tokens, setup.sets.longest_tokens),
+        heaviest_media=setup.heaviest_media,
         global_batch_size=recipe.train.global_batch_size,
         global_batch_tokens=recipe.train.global_batch_tokens,
         micro_batch_size=plan.micro_batch_size,

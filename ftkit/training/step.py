@@ -174,6 +174,7 @@ class TrainStep:
             ):
                 self.micro_step(batch)
             counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
+        del waiting, batch  # media may be large, and the update needs memory
         self.clip()
         self._clock.mark("optimizer")
         # Read before the update, so that one which would spoil the weights is not made.

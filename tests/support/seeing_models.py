@@ -393,18 +393,24 @@ MARKS = {name: kind.mark for name, kind in _TABLE.items()}
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 
 
-def save_model(kind: str, directory: Path) -> None:
+def save_model(kind: str, directory: Path, scale: int = 1, *, tower: int = 1) -> None:
     """Write a tiny model of a family.
 
     Args:
         kind: one of KINDS.
         directory: new.
+        scale: of widths, and of the sides of images.
+        tower: further scale of the width of the tower.
     """
     own, tokenizer = _TABLE[kind], _tokenizer(kind)
     tokenizer.save_pretrained(directory)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in own.tokens.items()}
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **own.settings, **ids)
+    settings = _scaled(own.settings, scale)
+    for key in _WIDTHS:
+        if key in settings["vision_config"]:
+            settings["vision_config"][key] *= tower
+    config = transformers.AutoConfig.for_model(kind, **settings, **ids)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -412,9 +418,30 @@ def save_model(kind: str, directory: Path) -> None:
             parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
     model.save_pretrained(directory)
     name, options = own.processor
+    # Sizes of Qwen's are areas.
+    options = _scaled(options, scale**2 if name.startswith("Qwen") else scale)
     getattr(transformers, name)(**options).save_pretrained(directory)
     if own.files:
         (directory / "processor_config.json").write_text(json.dumps(own.files))
+
+
+_WIDTHS = ("hidden_size", "intermediate_size")
+_SIDES = (
+    *(*_WIDTHS, "head_dim", "out_hidden_size", "image_size", "window_size", "mrope_section"),
+    *("height", "width", "longest_edge", "shortest_edge"),
+)
+_AREAS = ("image_seq_length", "mm_tokens_per_image")
+
+
+def _scaled(settings: Any, scale: int, key: str = "") -> Any:
+    """Settings with other widths and sides of images."""
+    if isinstance(settings, dict):
+        return {name: _scaled(value, scale, name) for name, value in settings.items()}
+    if isinstance(settings, list):
+        return [_scaled(value, scale, key) for value in settings]
+    if not isinstance(settings, int) or isinstance(settings, bool):
+        return settings
+    return settings * (scale if key in _SIDES else scale**2 if key in _AREAS else 1)
 
 
 def template_of(kind: str) -> str:
@@ -450,14 +477,14 @@ def _tokenizer(kind: str) -> Any:
     return tokenizer
 
 
-def draw_images(folder: Path, count: int) -> list[str]:
+def draw_images(folder: Path, count: int, scale: int = 1) -> list[str]:
     """Draw pictures of one colour each, of mixed sizes; returns the names of the files."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     names = []
     for number in range(count):
         colour = [*COLOURS.values()][number % len(COLOURS)]
-        height, width = (int(side) for side in generator.integers(16, 60, 2))
+        height, width = (int(side) * scale for side in generator.integers(16, 60, 2))
         noise = generator.integers(-15, 15, (height, width, 3))
         pixels = np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)
         names.append(f"{number}.png")
@@ -466,15 +493,16 @@ def draw_images(folder: Path, count: int) -> list[str]:
 
 
 def write_chats(
-    file: Path, counts: tuple[int, ...] = (1, 2, 1, 0, 1, 3, 1, 1)
+    file: Path, counts: tuple[int, ...] = (1, 2, 1, 0, 1, 3, 1, 1), scale: int = 1
 ) -> list[dict[str, Any]]:
     """Write chats about pictures beside them; returns the records.
 
     Args:
         file: of the records.
         counts: images of each record.
+        scale: of the sides of images.
     """
-    names = draw_images(file.parent / "images", sum(counts))
+    names = draw_images(file.parent / "images", sum(counts), scale)
     rows, at = [], 0
     for number, count in enumerate(counts):
         own = names[at : at + count]

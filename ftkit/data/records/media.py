@@ -18,6 +18,8 @@ from ftkit.utils.registry import Registry, imported
 MEDIA = "media"
 """Key of a canonical record: a list of objects with `kind`, `file` and what its kind adds. While a
 record is read, they are `Found`."""
+MEDIA_OF = "media_of"
+"""Key of a micro-batch that has media: those of each sequence, as `Medium`."""
 _FIRST_PLACE, _LAST_PLACE = 0xF0000, 0xFFFFD
 """Characters for private use of which each is the place of a medium in a text."""
 PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
@@ -72,6 +74,9 @@ class MediaKind:
     """MODULE:CLASS of the `Prompter` of such media."""
     encoder_place: str
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` of models that take them."""
+    simulated_place: str
+    """MODULE:FUNCTION that takes the directory of a base model, the size of a micro-batch and the
+    number format of the model, and returns the media as its reader does, on the meta device."""
 
 
 class Prompter(Protocol):

@@ -32,8 +32,8 @@ class RankLayout:
     micro_batch_size: int
     """Most samples per micro-step."""
     micro_batch_tokens: int | None = None
-    """Most tokens per micro-step, where nothing is padded; a longer sample runs alone. None: as
-    many as the samples have."""
+    """Most tokens per micro-step, where nothing is padded; a longer sample runs alone. Encoding
+    media counts as the tokens that cost as much. None: as many as the samples have."""
     padding_free: bool = False
     """Whether the samples of a micro-batch lie one behind the other in a row; else each is padded
     to the longest."""
@@ -89,22 +89,29 @@ StepLayout = list[list[IntArray]]
 """Samples of each rank in each micro-step; none only where there are fewer samples than places."""
 
 
-def lay_out(lengths: IntArray, layout: RankLayout, *, samples_of_full_step: int) -> StepLayout:
+def lay_out(
+    lengths: IntArray,
+    layout: RankLayout,
+    *,
+    samples_of_full_step: int,
+    work: IntArray | None = None,
+) -> StepLayout:
     """Spread samples over micro-steps and ranks, so that little is padded and no rank waits.
 
     Args:
         lengths: [samples], input tokens of each.
         layout: how much a micro-batch may hold, and on how many ranks.
         samples_of_full_step: padded steps have as many micro-steps as these need, shorter ones too.
+        work: [samples], tokens that cost as much as encoding the media of each; None: none has any.
 
     Returns:
         Indices into lengths.
     """
     if layout.padding_free:
-        return _lay_out_rows(lengths, layout)
+        return _lay_out_rows(lengths, layout, work)
     most = layout.micro_batch_size if layout.shapes is None else layout.shapes.rows
     micro_steps = count_micro_steps(samples_of_full_step, most, layout.world_size)
-    return _lay_out_padded(lengths, layout, micro_steps)
+    return _lay_out_padded(lengths, layout, micro_steps, work)
 
 
 def validation_batches(lengths: npt.ArrayLike, limit: int, layout: RankLayout) -> list[list[int]]:
@@ -151,13 +158,16 @@ def _balance(
 # --- Rows without padding -----------------------------------------------------------------------
 
 
-def _lay_out_rows(lengths: IntArray, layout: RankLayout) -> StepLayout:
+def _lay_out_rows(lengths: IntArray, layout: RankLayout, work: IntArray | None) -> StepLayout:
     """Spread samples over the fewest micro-steps that have room, in rows of like cost."""
     # Attention costs the square of a sample's length, all else its length.
     costs = lengths * (1 + layout.attention_cost * lengths)
-    by_length_desc = np.argsort(-lengths, kind="stable")
-    found = _fewest_rows(lengths[by_length_desc], costs[by_length_desc], layout)
-    rows = [by_length_desc[row] for row in found]
+    filled = lengths
+    if work is not None:
+        costs, filled = costs + work, lengths + work
+    by_filled_desc = np.argsort(-filled, kind="stable")
+    found = _fewest_rows(filled[by_filled_desc], costs[by_filled_desc], layout)
+    rows = [by_filled_desc[row] for row in found]
 
     def cost(row: IntArray) -> float:
         return float(costs[row].sum())
@@ -244,7 +254,9 @@ def _fill(
 # --- Padded micro-batches -----------------------------------------------------------------------
 
 
-def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> StepLayout:
+def _lay_out_padded(
+    lengths: IntArray, layout: RankLayout, micro_steps: int, work: IntArray | None
+) -> StepLayout:
     """Spread samples over micro-steps in runs of neighbours by length."""
     ranks = layout.world_size
     by_length_desc = np.argsort(-lengths, kind="stable")
@@ -261,7 +273,8 @@ def _lay_out_padded(lengths: IntArray, layout: RankLayout, micro_steps: int) -> 
     # together, as above, and the largest first.
     runs.sort(key=lambda run: -int(lengths[run[0]]) * len(run))
     groups = [runs[first : first + ranks] for first in range(0, micro_steps * ranks, ranks)]
-    return _balance(groups, lambda run: int(lengths[run].sum()), ranks)
+    costs = lengths if work is None else lengths + work
+    return _balance(groups, lambda run: int(costs[run].sum()), ranks)
 
 
 def _cut(lengths: list[int], places: int, most: int) -> list[int]:

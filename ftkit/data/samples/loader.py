@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ftkit.data.media import MediaReader, Pending
-from ftkit.data.records.media import MEDIA
+from ftkit.data.records.media import MEDIA, MEDIA_OF
 from ftkit.data.samples.layout import (
     FILLER,
     IntArray,
@@ -75,7 +75,8 @@ def collate(
         tokens: how many, without padding and fillers.
         padded_tokens: numbers in input_ids.
         source: as given.
-        media: `ftkit.data.media.Pending`; missing if the sequences have none.
+        media: `ftkit.data.media.Pending`; missing if the sequences have none, like the next.
+        media_of: `ftkit.data.records.media.Medium` of each sequence.
     """
     lengths = [1 if sample is None else len(sample.ids) - 1 for sample in samples]
     width = max(lengths) if shapes is None else shapes.length_for(max(lengths))
@@ -114,10 +115,11 @@ def collate(
         weights.append(np.zeros(missing, dtype=np.float32))
         label_sequences = np.append(label_sequences, np.full(missing, len(samples)))
         weighted = True
-    media = {}
+    media: dict[str, Any] = {}
     if reader is not None and any(sample is not None and sample.media for sample in samples):
         ids = [np.zeros(1, np.int32) if sample is None else sample.ids[:-1] for sample in samples]
         found = [() if sample is None else sample.media for sample in samples]
+        media[MEDIA_OF] = found
         media[MEDIA] = Pending(partial(reader.read, found, ids, None if padding_free else width))
     fillers = sum(sample is None for sample in samples)
     desirable = [sample is not None and sample.desirable for sample in samples]

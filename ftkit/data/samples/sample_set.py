@@ -99,6 +99,11 @@ class Samples(Dataset[Sample]):
         return self.lengths if padding_free else self.longest * self.per_sample
 
     @property
+    def media_sizes(self) -> IntArray | None:
+        """[samples], what the media of each cost to encode, in their units; None: none has any."""
+        return None
+
+    @property
     @abstractmethod
     def sources(self) -> npt.NDArray[np.int32]:
         """[samples], the number of the source that each is of."""
@@ -213,6 +218,16 @@ class SampleSet(Samples):
             return ()
         rows = media[offsets[place] : offsets[place + 1]].tolist()
         return tuple(Medium(*self._files[file], *numbers) for file, *numbers in rows)
+
+    @cached_property
+    def media_sizes(self) -> IntArray | None:
+        media, offsets = self.arrays.media, self.arrays.media_offsets
+        if media is None or offsets is None:
+            return None
+        # By differences of sums, because many sequences may have none.
+        sums = np.concatenate([[0], np.cumsum(media[:, 3], dtype=np.int64)])[offsets]
+        sizes: IntArray = np.diff(sums).reshape(-1, self.per_sample).sum(1)
+        return sizes
 
     @cached_property
     def _files(self) -> list[tuple[str, str, str]]:
@@ -437,6 +452,18 @@ class JoinedSamples(Samples):
             [
                 each.label_counts.astype(np.float64) if weights is None else weights
                 for each, weights in zip(self._sets, of_sets, strict=True)
+            ]
+        )
+
+    @cached_property
+    def media_sizes(self) -> IntArray | None:
+        of_sets = [each.media_sizes for each in self._sets]
+        if all(sizes is None for sizes in of_sets):
+            return None
+        return self._gathered(
+            [
+                np.zeros(len(each), dtype=np.int64) if sizes is None else sizes
+                for each, sizes in zip(self._sets, of_sets, strict=True)
             ]
         )
 

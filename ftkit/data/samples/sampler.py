@@ -102,6 +102,7 @@ class ElasticOrder:
         layout: RankLayout,
         start: Position,
         positions: IntArray | None = None,
+        work: IntArray | None = None,
     ) -> None:
         """Define the steps of a run.
 
@@ -116,6 +117,7 @@ class ElasticOrder:
             start: position to start from; earlier steps are not available.
             positions: [steps to come + 1], samples before each of them, where they are not all of
                 one size.
+            work: [samples of the data set], as of `ftkit.data.samples.layout.lay_out`.
         """
         self._lengths: IntArray = np.asarray(lengths, dtype=np.int64)
         self._amounts = {name: np.asarray(values) for name, values in amounts.items()}
@@ -130,7 +132,7 @@ class ElasticOrder:
         self._total_samples = total_samples
         self.start_step = start.step
         self._start_samples = start.samples
-        self._positions = positions
+        self._positions, self._work = positions, work
         self._orders: dict[int, IntArray] = {}
 
     @property
@@ -213,7 +215,9 @@ class ElasticOrder:
 
     def _laid_out(self, samples: IntArray) -> StepLayout:
         full = self._global_batch_size if self._positions is None else len(samples)
-        return lay_out(self._lengths[samples], self.layout, samples_of_full_step=full)
+        work = None if self._work is None else self._work[samples]
+        lengths = self._lengths[samples]
+        return lay_out(lengths, self.layout, samples_of_full_step=full, work=work)
 
     def _order(self, epoch: int) -> IntArray:
         """Return the order of an epoch; the last two are cached."""

@@ -8,6 +8,8 @@ import torch.nn as nn
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ftkit.extensions.images.families import family_of
+from ftkit.extensions.images.towers import Features
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_outline import compute_buffers
 from ftkit.models.pretrained.transformers_storage import TransformersStorage
@@ -27,6 +29,9 @@ class ImageEncoder:
         owner = architecture.language_name.rpartition(".")[0]
         self._owner: Any = whole.get_submodule(owner)
         self._prefix = f"{owner}." if owner else ""
+        family = family_of(whole.config.model_type)
+        assert family is not None  # its reader has refused all others
+        self._family = family
         language = architecture.language_in(whole)
         self._parts = {
             name: part for name, part in self._owner.named_children() if part is not language
@@ -57,6 +62,23 @@ class ImageEncoder:
             elif rest:  # a table that files hold
                 module._buffers[kind] = stored[f"{self._prefix}{name}"].read().to(device)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Tower and projector."""
+        return list(self._parts.values())
+
+    @property
+    def flops(self) -> float:
+        """Operations of the tower for a patch: its matrices, without scores and projector."""
+        towers = (part for part in self.modules if isinstance(part, PreTrainedModel))
+        layers = (
+            layer
+            for tower in towers
+            for layer in tower.modules()
+            if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d)
+        )
+        return 2.0 * sum(layer.weight.numel() for layer in layers)
+
     def arguments(
         self, input_ids: Tensor, language: Any, media: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -82,13 +104,14 @@ class ImageEncoder:
             given["deepstack_visual_embeds"] = [one.to(embedded.dtype) for one in deeper]
         return given
 
-    def _features(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """[tokens, width], what an image becomes; and the same for each of the first blocks."""
-        dtype = next(next(iter(self._parts.values())).parameters()).dtype
-        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
-        found = self._owner.get_image_features(**given, return_dict=True)
-        deeper = getattr(found, "deepstack_features", None) or ()
-        return _joined(found.pooler_output), [_joined(one) for one in deeper]
+    def _features(self, inputs: Mapping[str, Any]) -> Features:
+        """What an image becomes."""
+        if "features" in inputs:  # of an image in a simulated step, which needs no computation
+            return inputs["features"](), []
+        dtype = next(self.modules[0].parameters()).dtype
+        is_float = {k: isinstance(v, Tensor) and v.is_floating_point() for k, v in inputs.items()}
+        given = {k: v.to(dtype) if is_float[k] else v for k, v in inputs.items()}
+        return self._family.features(self._owner, given)
 
     def _named(self, method: Any) -> list[tuple[str, Any]]:
         return [
@@ -99,9 +122,3 @@ class ImageEncoder:
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         return self._named(nn.Module.named_buffers)
-
-
-def _joined(features: Any) -> Tensor:
-    """[tokens, width], of features that a model returns as a tensor, or as one for each picture."""
-    joined: Tensor = features if isinstance(features, Tensor) else torch.cat(list(features))
-    return joined.flatten(0, -2)

@@ -4,12 +4,13 @@ A new family is a row here. What a processor of transformers writes for an image
 again, because these processors need torchvision, also where their image processors do not.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Inputs = Mapping[str, Any]
-"""What an image processor returns for one image."""
+from ftkit.extensions.images import towers
+from ftkit.extensions.images.towers import Features, Inputs
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class Family:
     """What stands in the text for an image that has been processed, in the place of `mark`."""
     mark: str = "{token}"
     """What chat templates of the family write for an image; {token} is the text of the token."""
+    sized: Callable[[ImageSettings, Inputs, int], Inputs] | None = None
+    """Inputs of any image with a number of patches, by those of another; their values do not
+    matter. None: predictions of memory leave the images of the family out."""
+    read: Callable[[Any, Inputs], Inputs] = towers.as_given
+    """What the tower is given of the inputs, by its settings; the host computes it."""
+    features: Callable[[Any, Inputs], Features] = towers.by_own_function
+    """What the owner of tower and projector makes of this."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the image processor."""
     nested: bool = False
@@ -148,19 +156,59 @@ def _of_pixtral(settings: ImageSettings, inputs: Inputs) -> str:
     return between.join([settings.token * width] * height) + end
 
 
+def _as_any(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+    """All images are of one size."""
+    return inputs
+
+
+def _with_rows(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+    """A grid that is as square as can be; its sides are even, since patches are merged."""
+    pixels = inputs["pixel_values"]
+    half = next(
+        side for side in range(math.isqrt(patches) // 2, 0, -1) if patches % (4 * side) == 0
+    )
+    grid = [[1, 2 * half, patches // (2 * half)]]
+    return {
+        "pixel_values": pixels.new_empty(patches, pixels.shape[1]),
+        "image_grid_thw": inputs["image_grid_thw"].new_tensor(grid),
+    }
+
+
+def _with_tiles(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+    pixels, mask = inputs["pixel_values"], inputs["pixel_attention_mask"]
+    count = patches * pixels.shape[1] // patches_of(settings, inputs)
+    return {
+        # In a single row, beside the whole image.
+        "rows": [[int(count > 1)]],
+        "cols": [[count - 1]],
+        "pixel_values": pixels.new_empty(1, count, *pixels.shape[2:]),
+        "pixel_attention_mask": mask.new_ones(1, count, *mask.shape[2:]),
+    }
+
+
 FAMILIES = (
-    Family(types=("llava",), text=_of_llava),
+    Family(types=("llava",), text=_of_llava, sized=_as_any, read=towers.as_read),
     Family(types=("llava_next",), text=_of_llava_next),
     Family(
         types=("gemma3",),
         mark="<start_of_image>",
         text=_of_gemma,
+        sized=_as_any,
+        read=towers.as_read,
         options={"do_pan_and_scan": False},
         sees_itself=True,
     ),
     Family(
+        types=("qwen2_5_vl",),
+        text=_of_grid,
+        sized=_with_rows,
+        read=towers.with_grid,
+        features=towers.of_grid,
+        axes=True,
+    ),
+    Family(
         types=(
-            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+            *("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
             *("glm4v", "glm4v_moe"),
         ),
         text=_of_grid,
@@ -169,6 +217,9 @@ FAMILIES = (
     Family(
         types=("idefics3", "smolvlm"),
         text=_of_tiles,
+        sized=_with_tiles,
+        read=towers.with_tiles,
+        features=towers.of_tiles,
         options={"return_row_col_info": True},
         nested=True,
     ),

@@ -29,6 +29,8 @@ MOST_PIXELS = 2**26
 """Most pixels of an image: 8,192 x 8,192, which takes 192 MiB when it is decoded."""
 MOST_BYTES = 2**28
 """Most bytes of a file."""
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, range(5, 9)
+"""Tag of EXIF, and its values for images that are turned by a quarter."""
 _REMOVE = "Correct it, or remove the record."
 
 
@@ -170,6 +172,21 @@ def check_header(content: bytes) -> None:
         BrokenImage: it is none, or too large.
     """
     _opened(content).close()
+
+
+def size_by_header(content: bytes) -> tuple[int, int]:
+    """Width and height that `decode` gives, without decoding.
+
+    Raises:
+        BrokenImage: it is none, or too large.
+    """
+    with _opened(content) as image:
+        try:
+            is_turned = image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
+        except Exception as error:  # whatever a damaged header makes of it
+            raise BrokenImage(f"is damaged ({error})") from None
+        width, height = image.size
+    return (height, width) if is_turned else (width, height)
 
 
 def decode(content: bytes) -> "Image":

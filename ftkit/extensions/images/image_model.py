@@ -9,15 +9,9 @@ from typing import Any
 import torch
 
 from ftkit.errors import UserError
-from ftkit.extensions.images.families import (
-    FAMILIES,
-    Family,
-    ImageSettings,
-    Inputs,
-    family_of,
-    patches_of,
-)
-from ftkit.extensions.images.files import BrokenImage, decode, read_file
+from ftkit.extensions.images.families import FAMILIES, Family, ImageSettings, family_of, patches_of
+from ftkit.extensions.images.files import BrokenImage, decode, read_file, size_by_header
+from ftkit.extensions.images.towers import Inputs
 
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
@@ -55,7 +49,7 @@ class ImageModel:
         self.token_id = next(int(self.config[key]) for key in keys if key in self.config)
         self.token = str(token_text(self.token_id))
         """Text of the token that stands for a part of an image."""
-        self._text_of = token_text
+        self._token_text = token_text
         of_text = self.config.get("text_config") or {}
         by_settings = of_text.get("use_bidirectional_attention") == "vision"  # Gemma 4
         self.sees_itself = family.sees_itself or by_settings
@@ -81,7 +75,7 @@ class ImageModel:
     @cached_property
     def _settings(self) -> ImageSettings:
         processor = self._processor.to_dict() | _json(self._directory / "processor_config.json")
-        return ImageSettings(self.config, processor, self.token, self._text_of)
+        return ImageSettings(self.config, processor, self.token, self._token_text)
 
     def inputs(self, content: bytes) -> Inputs:
         """Decode and process an image.
@@ -99,19 +93,56 @@ class ImageModel:
         found = self._processor(images=images, return_tensors="pt", **self.family.options)
         return dict(found)
 
+    @cached_property
+    def configured(self) -> Any:
+        """Settings of the model with what config.json leaves out."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(
+            self._directory, trust_remote_code=False, local_files_only=True
+        )
+
+    def read(self, inputs: Inputs) -> Inputs:
+        """Return what the tower is given of the inputs of an image."""
+        return self.family.read(self.configured.vision_config, inputs)
+
+    @cached_property
+    def _any_inputs(self) -> Inputs:
+        return self._processed(_blank((64, 64)))
+
+    def inputs_of_size(self, patches: int) -> Inputs:
+        """As `inputs`, of an image with a number of patches; the values do not matter."""
+        assert self.family.sized is not None
+        return self.family.sized(self._settings, self._any_inputs, patches)
+
+    def tokens_of_size(self, patches: int) -> int:
+        """Tokens of an image with a number of patches."""
+        return self.family.text(self._settings, self.inputs_of_size(patches)).count(self.token)
+
     def text_of(self, content: bytes) -> tuple[str, int]:
         """The text that an image becomes, and its patches.
 
         Raises:
             BrokenImage: it cannot be decoded.
         """
-        image = decode(content)
-        # All images of a size become the same text.
-        if image.size not in self._texts:
-            inputs = self._processed(image)
-            text = self.family.text(self._settings, inputs)
-            self._texts[image.size] = text, patches_of(self._settings, inputs)
-        return self._texts[image.size]
+        return self._text_of(decode(content).size)
+
+    def text_by_header(self, file: str) -> tuple[str, int]:
+        """As `text_of`, without decoding it; nothing for a file that cannot be read."""
+        try:
+            return self._text_of(size_by_header(read_file(Path(file))))
+        except BrokenImage:
+            return "", 0
+
+    def _text_of(self, size: tuple[int, int]) -> tuple[str, int]:
+        """Text and patches of images of a size: all become the same."""
+        if size not in self._texts:
+            inputs = self._processed(_blank(size))
+            self._texts[size] = (
+                self.family.text(self._settings, inputs),
+                patches_of(self._settings, inputs),
+            )
+        return self._texts[size]
 
     def positions(self, ids: torch.Tensor, inputs: list[Inputs]) -> torch.Tensor:
         """[3, tokens], positions of the tokens of a sequence along time, height and width.
@@ -164,6 +195,12 @@ def content_of(file: str, digest: str) -> bytes:
             "Put the former one back, or start again to make new samples."
         )
     return content
+
+
+def _blank(size: tuple[int, int]) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", size)
 
 
 def _json(file: Path) -> dict[str, Any]:

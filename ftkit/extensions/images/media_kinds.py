@@ -12,5 +12,6 @@ ROWS = (
         renderer_place="ftkit.extensions.images.rendering:renderer",
         prompter_place="ftkit.extensions.images.rendering:ImagePrompter",
         encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
+        simulated_place="ftkit.extensions.images.simulated:images_of_size",
     ),
 )

@@ -12,12 +12,6 @@ from ftkit.errors import UserError
 from ftkit.extensions.images.files import BrokenImage
 from ftkit.extensions.images.image_model import ImageModel, content_of
 
-_OF_MODEL = (
-    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
-    "image_position_ids",
-)
-"""Inputs of an image that models take."""
-
 
 class ImageReader(MediaReader):
     """Reads the images of samples for one base model."""
@@ -32,7 +26,7 @@ class ImageReader(MediaReader):
         """Read the images of a micro-batch; arguments as of `MediaReader`.
 
         Returns:
-            images: what the image processor returns for each.
+            images: what the tower is given of each.
             places: [tokens of images], where they are among all tokens of the micro-batch.
             positions: [3, batch, sequence]; missing where positions have one axis.
             behind: [sequences], what an answer behind each adds to the count of tokens; as those.
@@ -47,7 +41,7 @@ class ImageReader(MediaReader):
             sequence = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
             found = [self._inputs(medium) for medium in own]
             is_image = sequence == self._model.token_id
-            images += found
+            images += [self._model.read(inputs) for inputs in found]
             places.append(is_image.nonzero()[:, 0] + start)
             if family.axes:
                 positions.append(self._model.positions(sequence, found))
@@ -64,11 +58,9 @@ class ImageReader(MediaReader):
 
     def _inputs(self, medium: Medium) -> Mapping[str, Any]:
         try:
-            found = self._model.inputs(content_of(medium.file, medium.digest))
+            return self._model.inputs(content_of(medium.file, medium.digest))
         except BrokenImage as broken:
             raise UserError(f"The image {medium.file} {broken}.") from None
-        # What only the text of an image depends on is no tensor, or no argument of the model.
-        return {key: found[key] for key in _OF_MODEL if key in found}
 
 
 def _laid_out(positions: Sequence[torch.Tensor], width: int | None) -> torch.Tensor:

@@ -137,6 +137,15 @@ class ImageRenderer(ChatRenderer):
         for some in _groups(records):
             yield from self._render(some)
 
+    def size(self, record: Record) -> tuple[int, Sequence[int]]:
+        size, _ = super().size(record)
+        if not size or MEDIA not in record:
+            return size, ()
+        found = [self._model.text_by_header(medium["file"]) for medium in record[MEDIA]]
+        # A token of an image counts once, however long its text is.
+        texts = (text.replace(self._model.token, "x") for text, _ in found)
+        return size + sum(len(text.encode()) for text in texts), [cost for _, cost in found]
+
     def example(self, record: Record) -> Example:
         found = _read(self._model, [record])
         if (reason := self._refusal(record, found)) is not None:

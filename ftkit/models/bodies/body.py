@@ -36,6 +36,14 @@ class MediaEncoder(Protocol):
     def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Fill its parameters; arguments as of `Body.load_beside`."""
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The parts."""
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of encoding media of size 1, roughly."""
+
     def arguments(
         self, input_ids: Tensor, language: nn.Module, media: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -157,6 +165,16 @@ class Body(nn.Module, ABC):
             rest: stored tensors outside of the language model, by their names in files; none: the
                 values do not matter.
         """
+
+    @property
+    def media_flops(self) -> float:
+        """Floating-point operations of encoding media of size 1, roughly; 0: it is given none."""
+        return 0.0
+
+    @property
+    def beside(self) -> list[nn.Module]:
+        """Modules that compute media, which strategies have nothing to do with."""
+        return []
 
     @abstractmethod
     def start_cache(self, batch: int, length: int) -> None:

@@ -218,6 +218,14 @@ class TransformersBody(Body):
         for encoder in self._encoders:
             encoder.load(rest, self.embedding.weight.dtype, self.device)
 
+    @property
+    def media_flops(self) -> float:
+        return sum(encoder.flops for encoder in self._encoders)
+
+    @property
+    def beside(self) -> list[nn.Module]:
+        return [module for encoder in self._encoders for module in encoder.modules]
+
     def hidden(
         self,
         input_ids: Tensor,

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from ftkit.errors import UserError
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch, TaskScore
 from ftkit.runs.report.metrics import perplexity
-from ftkit.strategies.step_memory import Shortage, StepMemory
+from ftkit.strategies.step_memory import MediaSize, Shortage, StepMemory
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import write_durably
 from ftkit.utils.finite_numbers import finite, lowest
@@ -88,6 +88,8 @@ class Resolved:
     """Sequences are cut to this many tokens."""
     longest_sample_tokens: int | None = None
     """Tokens of the longest sample to train on or to validate on, after cutting."""
+    heaviest_media: MediaSize | None = None
+    """Media of the sample among these that costs most to encode; None: there are none."""
     global_batch_size: int | None = None
     """Sequences per step, over all ranks."""
     global_batch_tokens: int | None = None

@@ -265,3 +265,43 @@ def test_samples_of_equal_length_leave_no_rank_without_one(
     ]
     assert [[FILLER]] not in batches
     assert max(len(batch) for [batch] in batches) == -(-samples // 4)
+
+
+# --- Media --------------------------------------------------------------------------------------
+
+
+def laid_with_work(lengths: list[int], work: list[int], **settings: float) -> Rows:
+    layout = RankLayout(**{"micro_batch_size": len(lengths), **settings})
+    found = lay_out(
+        np.array(lengths), layout, samples_of_full_step=len(lengths), work=np.array(work)
+    )
+    return [[sorted(samples.tolist()) for samples in ranks] for ranks in found]
+
+
+def test_encoding_media_takes_room_in_a_row() -> None:
+    limits = {"padding_free": True, "micro_batch_tokens": 100}
+    assert laid_with_work([40, 40, 20], [0, 0, 0], **limits) == [[[0, 1, 2]]]
+    (first,), (second,) = laid_with_work([40, 40, 20], [0, 0, 70], **limits)
+    assert sorted([first, second]) == [[0, 1], [2]]
+    # As a sample that is longer than a row, so one whose media cost more runs alone.
+    found = laid_with_work([40, 40, 20], [0, 0, 700], **limits)
+    assert [2] in [samples for (samples,) in found]
+
+
+def test_ranks_encode_media_at_the_same_time() -> None:
+    lengths, work = [50] * 8, [400, 400, 0, 0, 0, 0, 0, 0]
+    limits = {"padding_free": True, "micro_batch_size": 2, "world_size": 2}
+    with_media = [
+        [{0, 1} & {*samples} for samples in ranks]
+        for ranks in laid_with_work(lengths, work, **limits)
+    ]
+    assert [{0}, {1}] in [sorted(ranks, key=sorted) for ranks in with_media]
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_media_that_cost_nothing_change_nothing(padding_free: bool) -> None:
+    lengths = alpaca_like(60)
+    settings = {"padding_free": padding_free, "micro_batch_size": 4, "world_size": 2}
+    expected = lay(lengths, **settings)
+    found = laid_with_work(lengths.tolist(), [0] * 60, **settings)
+    assert found == [[sorted(samples) for samples in ranks] for ranks in expected]

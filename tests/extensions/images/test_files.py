@@ -13,7 +13,14 @@ import pytest
 from PIL import Image
 
 from ftkit.data.records.record import Misfit
-from ftkit.extensions.images.files import MOST_PIXELS, BrokenImage, check_header, decode, reference
+from ftkit.extensions.images.files import (
+    MOST_PIXELS,
+    BrokenImage,
+    check_header,
+    decode,
+    reference,
+    size_by_header,
+)
 
 Write = Callable[[Path], object]
 
@@ -68,6 +75,7 @@ def test_formats_that_are_read(name: str, tmp_path: Path) -> None:
     assert reference("image", tmp_path)["file"] == str(tmp_path / "image")
     image = decode(content)
     assert (image.mode, image.size) == ("RGB", size)
+    assert size_by_header(content) == size
 
 
 @pytest.mark.parametrize("name", ["turned by EXIF", "a palette", "alpha", "16 bits", "CMYK"])

@@ -1,0 +1,69 @@
+"""Images of a micro-batch without values, for a simulated step."""
+
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftkit.extensions.images.image_model import ImageModel
+from ftkit.strategies.step_memory import MicroBatchSize
+
+
+def images_of_size(
+    directory: Path, size: MicroBatchSize, dtype: torch.dtype
+) -> Mapping[str, Any] | None:
+    """Return images as `ImageReader` reads them, with tensors on the meta device.
+
+    The tower computes the largest one, and gets the features of all others: it takes no more memory
+    for them, and a tower of many layers takes a while to simulate.
+
+    Args:
+        directory: of the base model.
+        size: of the micro-batch, which has images.
+        dtype: of the tower.
+
+    Returns:
+        None for a family whose images cannot be simulated.
+    """
+    model, media = _model(directory), size.media
+    assert media is not None
+    if model.family.sized is None:
+        return None
+    *others, largest = sorted(media.sizes)
+    tokens = [model.tokens_of_size(patches) for patches in (*others, largest)]
+    width = model.configured.get_text_config().hidden_size
+    lines = (1, size.tokens) if size.tokens is not None else (size.sequences, size.positions)
+    made: dict[str, Any] = {
+        "images": [
+            *(
+                {"features": partial(torch.empty, count, width, dtype=dtype)}
+                for count in tokens[:-1]
+            ),
+            _read(model, largest),
+        ],
+        "others": [_read(model, patches) for patches in others],
+        "places": _empty(sum(tokens), dtype=torch.int64),
+    }
+    if model.family.axes:
+        made["positions"] = _empty(3, *lines, dtype=torch.int64)
+        made["behind"] = _empty(size.sequences, dtype=torch.int64)
+    if model.sees_itself:
+        with_images = len(media.lengths)
+        made["blocks"] = (((0, 1),),) * with_images + ((),) * (size.sequences - with_images)
+    return made
+
+
+@cache
+def _model(directory: Path) -> ImageModel:
+    return ImageModel(directory, lambda _: "\0")  # in no text, so that it can be counted
+
+
+def _read(model: ImageModel, patches: int) -> Mapping[str, Any]:
+    found = model.read(model.inputs_of_size(patches))
+    return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,171 @@
+"""Predicted memory of samples with images equals that of real runs, counted tensor by tensor."""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
+from runs import run_ranks
+from seeing_models import FIRST, save_model, write_chats
+
+from ftkit.planning.predict import Planned, plan_files
+from ftkit.runs.job import Job
+from ftkit.runs.report.report import Report, read_report
+from ftkit.strategies.step_memory import StepMemory
+
+pytestmark = pytest.mark.slow
+
+SCALE = 4
+"""Images of 64 to 256 pixels: towers and activations are far larger than what is constant."""
+SETTINGS: dict[str, Any] = {
+    **dict(NO_EVALUATION),
+    "data.json_path": None,
+    "data.mask_prompt": None,
+    "data.val_split_fraction": 0,
+    "data.chat_template": "tokenizer",
+    "train.global_batch_size": 8,
+    "train.epochs": 3,
+    "train.max_seq_length": 1800,
+    "checkpoint.save": False,
+}
+SINGLE = {
+    "full": Case("single", "full", changes=(("train.micro_batch_size", 4),)),
+    "LoRA": Case("single", "lora", "bf16-true", (("train.micro_batch_size", 2),)),
+    "padded": Case(
+        *("single", "full"),
+        changes=(("train.micro_batch_size", 4), ("train.padding_free", False)),
+    ),
+    "tokens": Case(
+        *("single", "full", "bf16-true"),
+        (("train.micro_batch_size", None), ("train.micro_batch_tokens", 450)),
+    ),
+    "wide tower": Case(
+        *("single", "lora", "32-true"),
+        (("train.micro_batch_size", 1), ("memory.activation_checkpointing", True)),
+    ),
+}
+TWO_RANKS = {
+    "fsdp x2": Case("fsdp", "full", changes=(("train.micro_batch_size", 2),)),
+    "fsdp x2, LoRA": Case("fsdp", "lora", "bf16-mixed", (("train.micro_batch_size", 2),)),
+    "ddp x2": Case("ddp", "full", changes=(("train.micro_batch_size", 4),)),
+    "deepspeed x2": Case("deepspeed", "full", "bf16-true", (("train.micro_batch_size", 4),)),
+}
+OFTEN = (*SINGLE, "fsdp x2")
+"""Cases of every family; the others are those of one."""
+WANTED = [(kind, name) for kind in FIRST for name in OFTEN] + [
+    (FIRST[0], name) for name in TWO_RANKS if name not in OFTEN
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run left."""
+
+    peaks: list[int]
+    """Bytes of all tensors at the highest moment after the first step, on each rank."""
+    report: Report
+
+    @property
+    def memory(self) -> StepMemory:
+        memory = self.report.step_memory
+        assert memory is not None and memory.predicted is not None and memory.heaviest is not None
+        return memory
+
+    def errors(self) -> tuple[float, float]:
+        """Relative errors of the prediction, against what was counted and reported."""
+        assert self.memory.predicted is not None
+        predicted_bytes, measured = self.memory.predicted.peak_bytes, self.memory.ranks[0]
+        # Runs before it in the same process may have left something.
+        reported_bytes = measured.peak_bytes - measured.peak_breakdown_bytes.unattributed
+        return predicted_bytes / self.peaks[0] - 1, predicted_bytes / reported_bytes - 1
+
+
+Runs = Callable[[int], dict[tuple[str, str], Found]]
+
+
+def keys_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    case = (SINGLE | TWO_RANKS)[name]
+    base = folder / (f"{kind}-wide" if name == "wide tower" else kind)
+    data = {"data.path": str(folder / "chats.jsonl"), "checkpoint_dir": str(base)}
+    return SETTINGS | data | dict(case.changes)
+
+
+def measured(folder: Path, world_size: int) -> dict[tuple[str, str], Found]:
+    cases, jobs = SINGLE if world_size == 1 else TWO_RANKS, {}
+    for kind, name in WANTED:
+        if name not in cases or (name.startswith("deepspeed") and not HAS_DEEPSPEED):
+            continue
+        out_dir = folder / f"{kind}-{name}"
+        out_dir.mkdir()
+        case, changes = cases[name], tuple(keys_of(folder, kind, name).items())
+        changed = Case(case.strategy, case.method, case.precision, changes)
+        jobs[kind, name] = write_job(changed, world_size, out_dir, folder / kind, folder / "none")
+    run_ranks(world_size, list(jobs.values()), "counted_cases.py")
+    found = {}
+    for one, job in jobs.items():
+        run = Job.read(job).directory
+        peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
+        counted = [sum(json.loads(peak.read_text()).values()) for peak in peaks]
+        found[one] = Found(counted, read_report(run.rank(0).report))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seen")
+    write_chats(folder / "chats.jsonl", scale=SCALE)
+    for kind in FIRST:
+        save_model(kind, folder / kind, SCALE)
+        save_model(kind, folder / f"{kind}-wide", SCALE, tower=8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Runs:
+    return functools.cache(lambda world_size: measured(folder, world_size))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(*one, marks=[needs_deepspeed] * one[1].startswith("deepspeed"))
+        for one in WANTED
+    ],
+)
+def test_the_peak_with_images_is_predicted_within_2_percent(
+    runs: Runs, kind: str, name: str
+) -> None:
+    found = runs(1 if name in SINGLE else 2)[kind, name]
+    assert max(map(abs, found.errors())) < 0.02
+    # All sequences would have the most images, and loss on every token.
+    assert found.memory.heaviest is not None
+    assert found.memory.heaviest.peak_bytes > 0.98 * max(found.peaks)
+
+
+@pytest.mark.parametrize("kind", FIRST)
+def test_a_plan_finds_the_images_that_the_run_finds(runs: Runs, folder: Path, kind: str) -> None:
+    keys = keys_of(folder, kind, "full") | {
+        "accelerator": "cpu",
+        "devices": 1,
+        "data": "JSON",
+        "precision": "32-true",
+    }
+    words = [(key, json.dumps(value)) for key, value in keys.items()]
+
+    def plan(**more: Any) -> Planned:
+        changes = [(key.replace("__", "."), json.dumps(value)) for key, value in more.items()]
+        return plan_files((), [*words, *changes], command="finetune_full")
+
+    found = runs(1)[kind, "full"]
+    resolved, planned = found.report.resolved, plan()
+    assert resolved is not None and found.memory.heaviest is not None
+    # Without what the run has left in the cache: by the headers of the files.
+    for one in (planned, plan(train__max_seq_length=1700)):
+        assert one.length.media == resolved.heaviest_media
+        assert one.length.tokens == resolved.longest_sample_tokens
+    assert planned.memory.peak_bytes == found.memory.heaviest.peak_bytes
+    assert planned.length.words.endswith("(and 3 images): the longest sample")
