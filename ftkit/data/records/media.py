@@ -6,7 +6,7 @@ knows what is in them.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,28 @@ class Medium(NamedTuple):
     end: int
     size: int
     """What it costs to encode, in units of its kind: patches of an image."""
+    is_relative: bool = False
+    """Whether its path is given relative to the file of its record, with which it moves."""
+
+
+class MediaFile(NamedTuple):
+    """A file of media."""
+
+    kind: str
+    digest: str
+    """SHA-256 of what it held; "": it could not be used."""
+    file: str
+    is_relative: bool
+    """As of a `Medium`."""
+
+
+class BadMedium(Misfit):
+    """A medium of a record cannot be used as it is now."""
+
+    def __init__(self, message: str, file: MediaFile | None = None) -> None:
+        """Take the message of a `Misfit` and, of a medium that lies in a file, the file."""
+        super().__init__(message)
+        self.file = file
 
 
 class Found(NamedTuple):
@@ -62,8 +84,8 @@ class MediaKind:
     """Types of content parts that hold one."""
     reference_place: str
     """MODULE:FUNCTION that takes a value of such a column or part and the directory of its file of
-    records, or None, and returns the object of a canonical record; it raises Misfit for a value
-    that it cannot read."""
+    records, or None, and returns the object of a canonical record: file, sha256 and is_relative. It
+    raises a Misfit for a value that it cannot read: BadMedium where it names a file."""
     renderer_place: str
     """MODULE:FUNCTION that takes a part and its tokenizer, and returns the renderer of records with
     such media, which has their reader; None for a tokenizer: texts alone are needed."""
@@ -109,8 +131,8 @@ def with_references(record: Record, folder: Path | None) -> Record:
         folder: of the file that it was read from; None: it has none.
 
     Raises:
-        Misfit: a medium is not there, or nothing that can be read; or an answer of several has
-            some.
+        BadMedium: a medium is not there, or nothing that can be read.
+        Misfit: an answer of several has some.
     """
     for key, inside in record.items():
         if isinstance(inside, dict) and MEDIA in inside:
@@ -127,7 +149,31 @@ def with_references(record: Record, folder: Path | None) -> Record:
         try:
             media.append({"kind": kind, **imported(row.reference_place)(value, folder)})
         except Misfit as misfit:
-            raise Misfit(f"{where}{misfit}") from None
+            file = misfit.file if isinstance(misfit, BadMedium) else None
+            raise BadMedium(f"{where}{misfit}", file) from None
+    return record | {MEDIA: media}
+
+
+def files_of(record: Record) -> list[MediaFile]:
+    """Files of the media of a canonical record."""
+    return [
+        MediaFile(one["kind"], one["sha256"], one["file"], one["is_relative"])
+        for one in record.get(MEDIA, ())
+    ]
+
+
+def with_files(record: Record, place: Callable[[str], str]) -> Record:
+    """Return a canonical record whose media with relative paths lie elsewhere.
+
+    Args:
+        record: in canonical form.
+        place: function that gives where such a file lies.
+    """
+    if MEDIA not in record:
+        return record
+    media = [
+        one | {"file": place(one["file"])} if one["is_relative"] else one for one in record[MEDIA]
+    ]
     return record | {MEDIA: media}
 
 

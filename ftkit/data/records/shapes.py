@@ -18,7 +18,7 @@ from ftkit.data.records.keys import (
     is_record_weight,
     record_weight,
 )
-from ftkit.data.records.media import with_references
+from ftkit.data.records.media import BadMedium, with_references
 from ftkit.data.records.record import Misfit, Record, has_weights, keys_of, kind_of
 from ftkit.data.records.rows import until_filled, values_of_cells, without_nulls
 from ftkit.data.records.shape_rows import (
@@ -130,7 +130,8 @@ class RecordReader:
                     message = self._explained(error, value)
                 else:
                     message, value = ", cannot be read: nested too deeply.\nRemove it.", Misfit("")
-                self.bad.add(place(number), message, value)
+                file = error.file if isinstance(error, BadMedium) else None
+                self.bad.add(place(number), message, value, file)
                 self._form = known  # a bad record decides nothing
         if self.bad.count and not self._keeps_bad:
             raise self.bad.refusal(len(records) + self.bad.count, may_skip=False)
@@ -232,7 +233,7 @@ class RecordReader:
 
     def _explained(self, misfit: Misfit, value: Any) -> str:
         """Explain why a row does not fit; it may have another shape."""
-        if isinstance(misfit, Refusal) or misfit is value:
+        if isinstance(misfit, Refusal | BadMedium) or misfit is value:
             return str(misfit)
         if columns := self._columns | self._inside:
             read = ", ".join(f"{ours} from {theirs}" for ours, theirs in columns.items())

@@ -79,9 +79,10 @@ class MediaOfRow:
             found.append(Found(kind, value, where))
         for name, (row, key, values) in self._columns.items():
             if counts[name] != len(values):
+                said = f"{counts[name]} place{'s' * (counts[name] != 1)}"
                 raise Misfit(
-                    f": {key} has {len(values)}, but the messages have {counts[name]} places for "
-                    f"them ({row.mark} in a text, or a part of the type {row.parts[0]}).\n"
+                    f": {key} has {len(values)}, but the messages have {said} for them "
+                    f"({row.mark} in a text, or a part of the type {row.parts[0]}).\n"
                     f"Correct {key} or the texts, or remove the record."
                 )
         for kind, value, where in found:
@@ -127,6 +128,9 @@ class MediaOfRow:
 
 def _value_of(part: Mapping[str, Any], kind: MediaKind) -> Any:
     """What a content part holds, under any of the keys that programs use; None: nothing."""
-    keys = (*kind.parts, "url", "path", "base64", "content", "value")
+    keys = (*kind.parts, "url", "path", "content", "value")
     found = (part[key] for key in keys if not is_empty(part.get(key)))
-    return next(found, None)
+    text = part.get("base64")
+    if isinstance(text, str) and text and not text.startswith("data:"):
+        return {"bytes": text}
+    return next(found, text)

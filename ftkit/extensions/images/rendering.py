@@ -195,7 +195,15 @@ class ImageRenderer(ChatRenderer):
             own = places[at : at + count]
             assert len(own) == count, "the tokenizer keeps the tokens of images apart"
             media.append(
-                Medium("image", medium["sha256"], medium["file"], own[0], own[-1] + 1, patches)
+                Medium(
+                    "image",
+                    medium["sha256"],
+                    medium["file"],
+                    own[0],
+                    own[-1] + 1,
+                    patches,
+                    medium["is_relative"],
+                )
             )
             at += count
         assert at == len(places)
