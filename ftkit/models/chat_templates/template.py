@@ -1,6 +1,7 @@
 """Chat templates: they render conversations to the text that a model reads."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,9 @@ Span = tuple[int, int]
 _MOST_CHARACTERS = 2**22
 """Most characters of a template's file; real ones have a few thousand."""
 _WORD = re.compile(r"[^\W\d]\w*")
+_PARTS = re.compile(r"\btype\b")
+"""What a template reads of the parts of a content."""
+_PROBE = "probe"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 OF_TOKENIZER = "tokenizer"
@@ -151,6 +155,23 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, object],
     ) -> tuple[str, list[tuple[int, str]]]:
+        if self._takes_parts_alone:
+            messages = [_in_parts(message) for message in messages]
+        return self._written(messages, tools, add_generation_prompt, variables)
+
+    @property
+    def _takes_parts_alone(self) -> bool:
+        """Whether it leaves out contents that are texts, as those of some models that see do."""
+        names = json.dumps(dict(self.special_tokens), sort_keys=True, default=str)
+        return _needs_parts(self.source, self.name, names)
+
+    def _written(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> tuple[str, list[tuple[int, str]]]:
         given = {
             # First, so that no name of a token replaces what follows.
             **self.special_tokens,
@@ -176,6 +197,30 @@ class ChatTemplate:
         return UserError(
             f"The chat template ({self.name}) {error}.\nTry --data.chat_template chatml."
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _needs_parts(source: str, name: str, special_tokens: str) -> bool:
+    """Whether a template writes the text of a part, but not a content that is a text."""
+    if not _PARTS.search(source):
+        return False
+    template = ChatTemplate(source, name, json.loads(special_tokens))
+
+    def writes(content: Any) -> bool:
+        message = {"role": "user", "content": content}
+        try:
+            return _PROBE in template._written([message], None, False, {})[0]
+        except TemplateRefusal:
+            return False
+
+    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str) or not content:
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _with_thought_under_other_names(message: Message) -> Message:

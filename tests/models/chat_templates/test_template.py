@@ -131,3 +131,23 @@ def test_a_file_that_is_no_template_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "long").write_text("x" * 2**23)
     with pytest.raises(UserError, match="more than 4,194,304 characters"):
         read_template(tmp_path / "long")
+
+
+_TYPED = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+PARTS = {
+    "parts alone": _TYPED,
+    "texts and parts": "{% if m.content is string %}{{ m.content }}{% else %}"
+    + _TYPED
+    + "{% endif %}",
+    "texts alone": "{{ m.content }}",
+    "texts, and a type": "{{ m.content }}{% if m.type %}!{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_text_is_written_where_a_template_takes_parts_alone(name: str) -> None:
+    source = f"{{% for m in messages %}}{{{{ m.role }}}}: {PARTS[name]};{{% endfor %}}"
+    found = ChatTemplate(source, "tried").render(
+        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    )
+    assert found == "user: 1+1?;assistant: 2;"
