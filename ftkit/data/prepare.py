@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.records.bad import BadKind
-from ftkit.data.records.media import MEDIA_KINDS
+from ftkit.data.records.media import MEDIA_KINDS, MediaFile
 from ftkit.data.records.record import Record
 from ftkit.data.records.shape_rows import lacks_extension, preference_row, shape_row
 from ftkit.data.rendering import (
@@ -286,6 +286,7 @@ def prepare_records(
     progress: OnProgress,
     min_tokens: int = 0,
     bad: Sequence[BadKind] = (),
+    files: Sequence[MediaFile] = (),
 ) -> Prepared:
     """Render, fit and count the records of one split.
 
@@ -297,8 +298,10 @@ def prepare_records(
         progress: called at least every 1000 records.
         min_tokens: no sample has fewer tokens.
         bad: the records that were left out when the others were read; they count too.
+        files: of media of all records of the part, which decide which of them are in this split.
     """
     made = _Preparation(max_seq_length, overlong, min_tokens, renderer.per_sample)
+    made.rows.note_files(files)
     progress(0, len(records))
     for chunk, renderings in rendered_chunks(renderer, records):
         for record, rendering in zip(chunk, renderings, strict=True):

@@ -86,6 +86,9 @@ class MediaKind:
     """MODULE:FUNCTION that takes a value of such a column or part and the directory of its file of
     records, or None, and returns the object of a canonical record: file, sha256 and is_relative. It
     raises a Misfit for a value that it cannot read: BadMedium where it names a file."""
+    settings_place: str
+    """MODULE:FUNCTION that takes the directory of a base model and returns what of it decides how
+    such media become tokens and tensors, as JSON values; None: it takes none."""
     renderer_place: str
     """MODULE:FUNCTION that takes a part and its tokenizer, and returns the renderer of records with
     such media, which has their reader; None for a tokenizer: texts alone are needed."""

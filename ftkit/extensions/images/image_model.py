@@ -15,6 +15,21 @@ from ftkit.extensions.images.files import BrokenImage, decode, read_file
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
 
+def settings_of(directory: Path) -> dict[str, Any] | None:
+    """Return what decides the tokens of an image and its pixels, as JSON values.
+
+    Args:
+        directory: of the base model.
+
+    Returns:
+        None: ftkit gives it no images.
+    """
+    config = _json(directory / "config.json")
+    if family_of(str(config.get("model_type"))) is None:
+        return None
+    return {"model": config, "processor": {name: _json(directory / name) for name in _SETTINGS}}
+
+
 class ImageModel:
     """Settings and image processor of a base model that sees."""
 
@@ -53,8 +68,7 @@ class ImageModel:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the tokens of an image and its pixels, as JSON values."""
-        processor = {name: _json(self._directory / name) for name in _SETTINGS}
-        return {"model": self.config, "processor": processor}
+        return settings_of(self._directory) or {}
 
     @cached_property
     def _processor(self) -> Any:

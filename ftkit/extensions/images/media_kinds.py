@@ -9,6 +9,7 @@ ROWS = (
         columns=("images", "image"),
         parts=("image", "image_url"),
         reference_place="ftkit.extensions.images.files:reference",
+        settings_place="ftkit.extensions.images.image_model:settings_of",
         renderer_place="ftkit.extensions.images.rendering:renderer",
         encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
     ),
