@@ -50,6 +50,8 @@ class Rules:
     preference: Preference | None = None
     """How records say which answers are better. pairs: each has two records under chosen and
     rejected; labels: each has a desirable; None: they do not."""
+    media_options: Mapping[str, int] = field(default_factory=dict)
+    """Options of data that say how media become tokens, by name; only those that are given."""
 
 
 @dataclass(frozen=True, kw_only=True)

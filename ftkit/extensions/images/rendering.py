@@ -13,7 +13,7 @@ from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.extensions.images.files import BrokenImage
-from ftkit.extensions.images.image_model import ImageModel, content_of, image_model
+from ftkit.extensions.images.image_model import ImageModel, Limits, content_of, image_model
 from ftkit.extensions.images.reader import ImageReader
 from ftkit.extensions.images.template import ImageTemplate
 
@@ -41,7 +41,8 @@ def renderer(part: Part, tokenizer: Any) -> Renderer:
     plain = ChatRenderer.of(part.rules, tokenizer)
     if tokenizer is None:
         return plain
-    model = image_model(tokenizer.directory, tokenizer)
+    limits = Limits(**part.rules.media_options)
+    model = image_model(tokenizer.directory, tokenizer, limits)
     return ImageRenderer(
         _ImageTokenizer(tokenizer),
         ImageTemplate.of(plain.template, model.mark),
