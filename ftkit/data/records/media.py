@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ftkit.data.records.record import Misfit, Record
+from ftkit.utils.console.formatting import percent_text
 from ftkit.utils.registry import Registry, imported
 
 MEDIA = "media"
@@ -62,6 +63,40 @@ class BadMedium(Misfit):
         self.file = file
 
 
+class Look(NamedTuple):
+    """How a medium is shown to people."""
+
+    size: str
+    """In words, such as 640 x 480."""
+    picture: str
+    """Url with its content, data:image/jpeg;base64,...; "": there is no picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaNumbers:
+    """Numbers about the media of one kind in some samples."""
+
+    kind: str
+    count: int
+    """Places in samples; a file may have several."""
+    least_tokens: int
+    """Tokens of the smallest one."""
+    median_tokens: int
+    most_tokens: int
+    share: float
+    """Their tokens among all of the samples."""
+
+    @property
+    def text(self) -> str:
+        """Description on one line, such as "12 images of 4 to 30 tokens, median 9"."""
+        least, most = self.least_tokens, self.most_tokens
+        each = f"{least:,} to {most:,} tokens, median {self.median_tokens:,}"
+        if least == most:
+            each = f"{least:,} token{'s' * (least != 1)}"
+        named = f"{self.count:,} {self.kind}{'s' * (self.count != 1)}"
+        return f"{named} of {each}; {percent_text(self.share)} of all tokens"
+
+
 class Found(NamedTuple):
     """A medium of a record as it was read."""
 
@@ -92,6 +127,8 @@ class MediaKind:
     renderer_place: str
     """MODULE:FUNCTION that takes a part and its tokenizer, and returns the renderer of records with
     such media, which has their reader; None for a tokenizer: texts alone are needed."""
+    look_place: str
+    """MODULE:FUNCTION that takes a file and its digest, and returns the `Look` of the medium."""
     encoder_place: str
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` of models that take them."""
 

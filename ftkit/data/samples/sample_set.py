@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from ftkit.data.media import MediaReader
-from ftkit.data.records.media import MediaFile, Medium
+from ftkit.data.records.media import MediaFile, MediaNumbers, Medium
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import IntArray
 
@@ -328,6 +328,33 @@ class SampleSet(Samples):
         for values, dtype in [(tokens, "<i4"), (offsets, "<i8"), *masks]:
             digest.update(np.ascontiguousarray(values, dtype=dtype).data)
         return digest.hexdigest()
+
+
+def media_numbers(sets: Iterable[SampleSet]) -> list[MediaNumbers]:
+    """Numbers about the media in samples, by kind."""
+    tokens, found = 0, dict[str, list[IntArray]]()
+    for one in sets:
+        tokens += len(one.arrays.tokens)
+        if (media := one.arrays.media) is None:
+            continue
+        kinds = np.array([file.kind for file in one.media_files])[media[:, 0]]
+        for kind in np.unique(kinds).tolist():
+            spans = media[kinds == kind, 1:3].astype(np.int64)
+            found.setdefault(kind, []).append(spans[:, 1] - spans[:, 0])
+    made = []
+    for kind, groups in sorted(found.items()):
+        each = np.concatenate(groups)
+        made.append(
+            MediaNumbers(
+                kind=kind,
+                count=len(each),
+                least_tokens=int(each.min()),
+                median_tokens=int(np.percentile(each, 50, method="higher")),
+                most_tokens=int(each.max()),
+                share=float(each.sum() / tokens),
+            )
+        )
+    return made
 
 
 class SampleRows:

@@ -17,7 +17,7 @@ from ftkit.extensions.chats.marks import (
     mark_of,
     unused_of,
 )
-from ftkit.extensions.chats.media import MediaOfRow
+from ftkit.extensions.chats.media import MediaOfRow, is_column, keys_of_part
 from ftkit.extensions.chats.record_shapes import ROWS
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.utils.names import nearest
@@ -83,13 +83,13 @@ def _form(said: str, keys: tuple[str, ...], convert: Callable[[dict[str, Any]], 
         keys=said,
         convert=convert,
         used=frozenset((*keys, "tools", "functions", "system", ARGUMENTS)),
-        keeps=_keeps_argument,
+        keeps=_keeps,
         unused_inside=partial(_unused_inside, keys),
     )
 
 
-def _keeps_argument(key: str, item: Any, record: Record) -> bool:
-    return key in record.get(ARGUMENTS, {})
+def _keeps(key: str, item: Any, record: Record) -> bool:
+    return key in record.get(ARGUMENTS, {}) or is_column(key, record)
 
 
 def _unused_inside(
@@ -205,7 +205,8 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
         if not turn.keys() <= _OF_MESSAGES[sender]:
             yield from unused_of((turn,), _OF_MESSAGES[sender], key)
         if isinstance(parts := turn.get(said), list):
-            yield from unused_of(parts, _OF_PARTS, f"{key}.{said}")
+            for part in parts:
+                yield from unused_of((part,), _OF_PARTS | keys_of_part(part), f"{key}.{said}")
 
 
 def _conversation(messages: list[Record], row: dict[str, Any], media: MediaOfRow) -> Record:

@@ -11,12 +11,15 @@ from ftkit.data.records.media import (
     PLACES,
     Found,
     MediaKind,
+    kind_of_column,
     kind_of_part,
     number_of,
     place_of,
 )
 from ftkit.data.records.record import Misfit, Record
 
+_VALUES = ("url", "path", "content", "value")
+"""Keys of a content part that may hold a medium, beside its types."""
 _CORRECT = "Correct or remove the record."
 
 
@@ -126,10 +129,20 @@ class MediaOfRow:
         return place_of(len(self._found) - 1)
 
 
+def keys_of_part(part: Any) -> frozenset[str]:
+    """Keys that are read of a content part that is a medium; none: it is no medium."""
+    kind = kind_of_part(part)
+    return frozenset() if kind is None else frozenset(("type", "base64", *kind.parts, *_VALUES))
+
+
+def is_column(key: str, record: Record) -> bool:
+    """Whether a key of a row holds the media of its record."""
+    return MEDIA in record and kind_of_column(key) is not None
+
+
 def _value_of(part: Mapping[str, Any], kind: MediaKind) -> Any:
     """What a content part holds, under any of the keys that programs use; None: nothing."""
-    keys = (*kind.parts, "url", "path", "content", "value")
-    found = (part[key] for key in keys if not is_empty(part.get(key)))
+    found = (part[key] for key in (*kind.parts, *_VALUES) if not is_empty(part.get(key)))
     text = part.get("base64")
     if isinstance(text, str) and text and not text.startswith("data:"):
         return {"bytes": text}

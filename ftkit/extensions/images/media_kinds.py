@@ -11,6 +11,7 @@ ROWS = (
         reference_place="ftkit.extensions.images.files:reference",
         settings_place="ftkit.extensions.images.image_model:settings_of",
         renderer_place="ftkit.extensions.images.rendering:renderer",
+        look_place="ftkit.extensions.images.looks:look",
         encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
     ),
 )

@@ -18,6 +18,7 @@ from ftkit.data.own_data import OwnData
 from ftkit.data.records.media import MEDIA, PLACES, number_of
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
+from ftkit.data.records.shapes import RecordReader
 from ftkit.errors import UserError
 from ftkit.recipe.recipe import Component
 
@@ -227,8 +228,17 @@ FORMS: dict[str, tuple[Row, list[str]]] = {
 def test_forms_of_records(name: str, folder: Path) -> None:
     row, expected = FORMS[name]
     row = json.loads(json.dumps(row).replace("FOLDER", str(folder)))
-    (record,) = read_records(_write(folder / "chats.jsonl", row))
+    reader = RecordReader()
+    (record,) = reader.records([((folder / "chats.jsonl", 1), row)], str)
     assert _said(record) == expected
+    assert reader.unused.names == ()
+
+
+def test_keys_of_parts_that_are_not_used_are_named(folder: Path) -> None:
+    row = _parts({"type": "image", "image": A, "resized_height": 28})
+    reader = RecordReader()
+    reader.records([((folder / "chats.jsonl", 1), row)], str)
+    assert reader.unused.names == ("messages.content.resized_height",)
 
 
 PICTURE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
