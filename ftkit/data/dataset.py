@@ -230,6 +230,8 @@ class _Loading:
             part.bad.get(split, ()),
             part.media_files,
         )
+        if prepared.bad.count and not part.skips_bad:
+            raise prepared.bad.refusal(len(records), may_skip=prepared.counts.used > 0)
         # A file that was written to while it was read has another address now.
         if self._address is None or building is None or self._stamp() != self._stamps:
             return prepared

@@ -644,6 +644,7 @@ class OwnData(DataSource):
             unused=records.unused,
             bad={split: of_split.kinds for split, of_split in bad.items()},
             media=kinds_in(chain(train, val)),
+            skips_bad=self._options.skip_bad_records,
         )
 
     def _check_media(

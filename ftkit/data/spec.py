@@ -72,6 +72,8 @@ class Part:
     """Bad records that are left out, by split."""
     media: tuple[str, ...] = ()
     """Kinds of media in its records."""
+    skips_bad: bool = False
+    """Whether records are left out that are bad because of a file of theirs."""
 
     @property
     def media_files(self) -> list[MediaFile]:

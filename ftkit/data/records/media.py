@@ -6,11 +6,12 @@ knows what is in them.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ftkit.data.records.keys import is_empty
 from ftkit.data.records.record import Misfit, Record
 from ftkit.utils.console.formatting import percent_text
 from ftkit.utils.registry import Registry, imported
@@ -129,6 +130,8 @@ class MediaKind:
     such media, which has their reader; None for a tokenizer: texts alone are needed."""
     look_place: str
     """MODULE:FUNCTION that takes a file and its digest, and returns the `Look` of the medium."""
+    advice: Mapping[str, str]
+    """What to do about records that the renderer refuses, by the beginning of the reason."""
     encoder_place: str
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` of models that take them."""
 
@@ -156,6 +159,68 @@ def kind_of_part(part: Any) -> MediaKind | None:
     """Return the kind of media that a content part is; None: none that is here."""
     found = part.get("type") if isinstance(part, dict) else None
     return next((kind for kind in MEDIA_KINDS if found in kind.parts), None)
+
+
+def column_values(row: Mapping[str, Any]) -> dict[str, tuple[MediaKind, str, list[Any]]]:
+    """Return the columns of media of a row by their kind: kind, key and values."""
+    return {
+        kind.name: (kind, key, value if isinstance(value, list) else [value])
+        for kind in MEDIA_KINDS
+        for key in kind.columns
+        # A number of an ordinary table, such as a count of images.
+        if not is_empty(value := row.get(key)) and not isinstance(value, bool | int | float)
+    }
+
+
+def explain_counts(kind: MediaKind, key: str, values: Sequence[Any], places: int) -> Misfit:
+    """A record has other media in a column than places for them in its texts."""
+    return Misfit(
+        f": {key} has {len(values)}, but the texts have {places} place{'s' * (places != 1)} for "
+        f"them ({kind.mark} in a text, or a part of the type {kind.parts[0]}).\n"
+        f"Correct {key} or the texts, or remove the record."
+    )
+
+
+def with_marks(texts: Sequence[str], row: Mapping[str, Any]) -> tuple[list[str], list[Found]]:
+    """Put places in texts for the marks of columns of media.
+
+    Args:
+        texts: of a record, in their order.
+        row: that it was read from.
+
+    Raises:
+        Misfit: a column has more media than there are marks of it, or fewer.
+    """
+    made, found = [*texts], list[Found]()
+    for kind, key, values in column_values(row).values():
+        places = sum(text.count(kind.mark) for text in texts)
+        # A text may be the name of a file of a table, which nothing else is about.
+        if not places and isinstance(row[key], str):
+            continue
+        if places != len(values) or places > MOST_MEDIA:
+            raise explain_counts(kind, key, values, places)
+        if found or any(PLACES.search(text) for text in texts):
+            raise Misfit(
+                " has media of several kinds, or characters from U+F0000 to U+FFFFD, which stand "
+                "for media.\nRemove one of the kinds, or these characters."
+            )
+        for number, text in enumerate(texts):
+            first, *rest = text.split(kind.mark)
+            for piece in rest:
+                found.append(Found(kind.name, values[len(found)], f", {key} {len(found) + 1}"))
+                first += place_of(len(found) - 1) + piece
+            made[number] = first
+    return made, found
+
+
+def is_column(key: str, record: Record) -> bool:
+    """Whether a key of a row holds the media of its record."""
+    return MEDIA in record and kind_of_column(key) is not None
+
+
+def moved_places(text: str, by: int) -> str:
+    """A text whose places have other numbers."""
+    return PLACES.sub(lambda place: place_of(number_of(place.group()) + by), text)
 
 
 def kinds_in(records: Iterable[Record]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ftkit.data.records.keys import (
     is_record_weight,
     record_weight,
 )
-from ftkit.data.records.media import BadMedium, with_references
+from ftkit.data.records.media import MEDIA_KINDS, BadMedium, with_references
 from ftkit.data.records.record import Misfit, Record, has_weights, keys_of, kind_of
 from ftkit.data.records.rows import until_filled, values_of_cells, without_nulls
 from ftkit.data.records.shape_rows import (
@@ -95,6 +95,7 @@ class RecordReader:
         # Names inside values say nothing about the shape.
         self._inside = {ours: name for ours, name in every.items() if ours in inside}
         self._deciding = frozenset(key for one in RECORD_SHAPES for key in one.keys)
+        self._media_columns = frozenset(key for kind in MEDIA_KINDS for key in kind.columns)
         self._found: set[str] = set()
         self._answered = answered
         self._form: Form | None = None
@@ -182,8 +183,11 @@ class RecordReader:
         # an ordinary record, by its chosen answer or by neither.
         elif not self._columns and is_preference(row):
             raise Refusal(_explain_preference(row))
-        uses, named = shape_row(self._form.shape).uses, bool(self._columns)
-        check_record_keys(row, uses, answered=self._answered, named=named)
+        shape, checked = shape_row(self._form.shape), row
+        if shape.takes_media and not self._media_columns.isdisjoint(row):
+            checked = {key: row[key] for key in row if key not in self._media_columns}
+        named = bool(self._columns)
+        check_record_keys(checked, shape.uses, answered=self._answered, named=named)
         record = self._form.convert(row)
         if (weight := record_weight(row)) != 1:
             record["weight"] = weight

@@ -7,6 +7,7 @@ from typing import Any
 
 from ftkit.data.records.forms import Form
 from ftkit.data.records.keys import CONVERSATION_KEYS, Refusal, is_empty
+from ftkit.data.records.media import MEDIA, PLACES, is_column, moved_places
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 from ftkit.data.records.shape_rows import CONVERSATION
 from ftkit.extensions.chats.marks import (
@@ -17,7 +18,7 @@ from ftkit.extensions.chats.marks import (
     mark_of,
     unused_of,
 )
-from ftkit.extensions.chats.media import MediaOfRow, is_column, keys_of_part
+from ftkit.extensions.chats.media import MediaOfRow, keys_of_part
 from ftkit.extensions.chats.record_shapes import ROWS
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.utils.names import nearest
@@ -160,7 +161,7 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
         messages.append({"role": "user", "content": "\n\n".join(part for part in parts if part)})
     if "output" in record:
         messages.append({"role": "assistant", "content": record["output"]})
-    kept = {key: record[key] for key in ("weight", "desirable") if key in record}
+    kept = {key: record[key] for key in ("weight", "desirable", MEDIA) if key in record}
     return {"messages": messages} | kept
 
 
@@ -175,8 +176,18 @@ def as_rendered(record: Record, *, keeps_input: bool, drop_system: bool) -> Reco
     made = record if "messages" in record else conversation_of(record, keeps_input=keeps_input)
     messages = made["messages"]
     if drop_system and len(messages) > 1 and messages[0]["role"] == "system":
-        return made | {"messages": messages[1:]}
+        return _without_first(made)
     return made
+
+
+def _without_first(record: Record) -> Record:
+    """A conversation without its first message and the media of that."""
+    first, *others = record["messages"]
+    count = len(PLACES.findall(first["content"]))
+    if not count:
+        return record | {"messages": others}
+    messages = [one | {"content": moved_places(one["content"], -count)} for one in others]
+    return record | {"messages": messages, MEDIA: record[MEDIA][count:]}
 
 
 def role_of(turn: Any) -> str | None:

@@ -6,12 +6,12 @@ from typing import Any
 from ftkit.data.records.keys import is_empty
 from ftkit.data.records.media import (
     MEDIA,
-    MEDIA_KINDS,
     MOST_MEDIA,
     PLACES,
     Found,
     MediaKind,
-    kind_of_column,
+    column_values,
+    explain_counts,
     kind_of_part,
     number_of,
     place_of,
@@ -32,16 +32,7 @@ class MediaOfRow:
         Args:
             row: what was read.
         """
-        columns = [
-            (kind, key, row[key])
-            for kind in MEDIA_KINDS
-            for key in kind.columns
-            if not is_empty(row.get(key)) and not isinstance(row[key], bool | int | float)
-        ]
-        self._columns = {
-            kind.name: (kind, key, value if isinstance(value, list) else [value])
-            for kind, key, value in columns
-        }
+        self._columns = column_values(row)
         self._found: list[tuple[str, Any, str]] = []
         """Kind, value and place of each; a value of None comes from a column."""
 
@@ -82,12 +73,7 @@ class MediaOfRow:
             found.append(Found(kind, value, where))
         for name, (row, key, values) in self._columns.items():
             if counts[name] != len(values):
-                said = f"{counts[name]} place{'s' * (counts[name] != 1)}"
-                raise Misfit(
-                    f": {key} has {len(values)}, but the messages have {said} for them "
-                    f"({row.mark} in a text, or a part of the type {row.parts[0]}).\n"
-                    f"Correct {key} or the texts, or remove the record."
-                )
+                raise explain_counts(row, key, values, counts[name])
         for kind, value, where in found:
             if value is None:
                 raise Misfit(f"{where} is an {kind} without a file.\n{_CORRECT}")
@@ -133,11 +119,6 @@ def keys_of_part(part: Any) -> frozenset[str]:
     """Keys that are read of a content part that is a medium; none: it is no medium."""
     kind = kind_of_part(part)
     return frozenset() if kind is None else frozenset(("type", "base64", *kind.parts, *_VALUES))
-
-
-def is_column(key: str, record: Record) -> bool:
-    """Whether a key of a row holds the media of its record."""
-    return MEDIA in record and kind_of_column(key) is not None
 
 
 def _value_of(part: Mapping[str, Any], kind: MediaKind) -> Any:

@@ -115,21 +115,26 @@ class ImageModel:
             content: of its file.
 
         Raises:
-            BrokenImage: it cannot be decoded.
+            BrokenImage: it cannot be decoded, or the model does not take it.
         """
         return self._processed(decode(content))
 
     def _processed(self, image: Any) -> Inputs:
         image = self._limits.within(image)
         images: list[Any] = [[image]] if self.family.nested else [image]
-        found = self._processor(images=images, return_tensors="pt", **self.family.options)
+        try:
+            found = self._processor(images=images, return_tensors="pt", **self.family.options)
+        # Processors raise what they meet in images of extreme shapes.
+        except Exception as error:
+            size = f"{image.width:,} x {image.height:,}"
+            raise BrokenImage(f"is {size}, which the model does not take ({error})") from None
         return dict(found)
 
     def text_of(self, content: bytes) -> tuple[str, int]:
         """The text that an image becomes, and its patches.
 
         Raises:
-            BrokenImage: it cannot be decoded.
+            BrokenImage: it cannot be decoded, or the model does not take it.
         """
         image = decode(content)
         # All images of a size become the same text.

@@ -1,12 +1,13 @@
 """The renderer of conversations with images: each image becomes the tokens that stand for it."""
 
+import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
-from ftkit.data.records.media import MEDIA, MOST_MEDIA, PLACES, Medium, number_of, place_of
+from ftkit.data.records.media import MEDIA, MOST_MEDIA, PLACES, Medium, moved_places, place_of
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Example, Rendered, Renderer, Rendering, cut
 from ftkit.data.spec import Part
@@ -14,17 +15,13 @@ from ftkit.errors import UserError
 from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.extensions.images.files import BrokenImage
 from ftkit.extensions.images.image_model import ImageModel, Limits, content_of, image_model
+from ftkit.extensions.images.media_kinds import DAMAGED, LITERAL
 from ftkit.extensions.images.reader import ImageReader
 from ftkit.extensions.images.template import ImageTemplate
 
-LITERAL = "its text has the token of images"
-"""Reason for a refusal of a record."""
-DAMAGED = "an image of it is damaged"
-"""Reason for a refusal of a record."""
 _THREADS = 4
-_Found = Mapping[str, tuple[str, int]]
-"""Text and patches of images by their digest; of one that is damaged, `_BROKEN`."""
-_BROKEN = ("", 0)
+_Found = Mapping[str, tuple[str, int] | BrokenImage]
+"""Text and patches of images by their digest, or what is wrong with one."""
 
 
 def renderer(part: Part, tokenizer: Any) -> Renderer:
@@ -33,10 +30,10 @@ def renderer(part: Part, tokenizer: Any) -> Renderer:
     Raises:
         UserError: the records are no conversations, or the model does not see.
     """
-    if part.shape != "messages":
+    if part.rules.chat_template is None:
         raise UserError(
-            f"The records of {part.name} have images, but only conversations may have them.\n"
-            "Write the records with messages."
+            f"The records of {part.name} have images, which only a chat template writes, but their "
+            "prompts are made by a prompt style.\nTry --data.chat_template tokenizer."
         )
     plain = ChatRenderer.of(part.rules, tokenizer)
     if tokenizer is None:
@@ -138,8 +135,10 @@ class ImageRenderer(ChatRenderer):
 
     def example(self, record: Record) -> Example:
         found = self._read([record])
-        if (reason := self._refusal(record, found)) is not None:
-            raise UserError(f"A record cannot be asked about: {reason}.\nRemove the record.")
+        if (refusal := self._refusal(record, found)) is not None:
+            raise UserError(
+                f"A record cannot be asked about: {refusal.refused}.\nRemove the record."
+            )
         self._images.texts = _texts([record], found)
         example = super().example(record)
         prompt = self._with_media(Rendered(example.prompt, ()), record, found)
@@ -149,16 +148,20 @@ class ImageRenderer(ChatRenderer):
             media_reader=self.media_reader if prompt.media else None,
         )
 
+    def _encoded_end(self, text: str) -> Any:
+        # Not kept: a place is another image in other records.
+        return self._encoded(text) if PLACES.search(text) else super()._encoded_end(text)
+
     def _render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         found = self._read(records)
-        reasons = [self._refusal(record, found) for record in records]
-        taken = [r for r, reason in zip(records, reasons, strict=True) if reason is None]
+        refusals = [self._refusal(record, found) for record in records]
+        taken = [record for record, bad in zip(records, refusals, strict=True) if bad is None]
         self._images.texts = _texts(taken, found)
         firsts = accumulate((len(record.get(MEDIA, ())) for record in taken), initial=0)
         rendered = super().render([_moved(*one) for one in zip(taken, firsts, strict=False)])
-        for record, reason in zip(records, reasons, strict=True):
-            if reason is not None:
-                yield Rendering(refused=reason)
+        for record, refusal in zip(records, refusals, strict=True):
+            if refusal is not None:
+                yield refusal
                 continue
             one = next(rendered)
             samples = tuple(self._with_media(sample, record, found) for sample in one.samples)
@@ -167,22 +170,25 @@ class ImageRenderer(ChatRenderer):
     def _read(self, records: Sequence[Record]) -> _Found:
         files = {m["sha256"]: m["file"] for record in records for m in record.get(MEDIA, ())}
 
-        def read(item: tuple[str, str]) -> tuple[str, int]:
+        def read(item: tuple[str, str]) -> tuple[str, int] | BrokenImage:
             digest, file = item
             try:
                 return self._model.text_of(content_of(file, digest))
-            except BrokenImage:
-                return _BROKEN
+            except BrokenImage as broken:
+                return broken
 
         with ThreadPoolExecutor(_THREADS) as pool:
             return dict(zip(files, pool.map(read, files.items()), strict=True))
 
-    def _refusal(self, record: Record, found: _Found) -> str | None:
-        contents = (message["content"] for message in record["messages"])
-        if any(self._model.token in content for content in contents):
-            return f"{LITERAL} ({self._model.token})"
-        is_damaged = any(found[medium["sha256"]] == _BROKEN for medium in record.get(MEDIA, ()))
-        return DAMAGED if is_damaged else None
+    def _refusal(self, record: Record, found: _Found) -> Rendering | None:
+        """Why a record becomes no sample; None: it may become one."""
+        said = json.dumps([record["messages"], record.get("tools")], ensure_ascii=False)
+        if self._model.token in said:
+            return Rendering(refused=f"{LITERAL} ({self._model.token})")
+        for medium in record.get(MEDIA, ()):
+            if isinstance(broken := found[medium["sha256"]], BrokenImage):
+                return Rendering(refused=DAMAGED, bad_file=(medium["file"], str(broken)))
+        return None
 
     def _with_media(self, sample: Rendered, record: Record, found: _Found) -> Rendered:
         """A sample with the media that it has, which carry no loss."""
@@ -191,7 +197,7 @@ class ImageRenderer(ChatRenderer):
         for medium in record.get(MEDIA, ()):
             if at == len(places):  # a sample may end before the last turns
                 break
-            text, patches = found[medium["sha256"]]
+            text, patches = _text_of(found, medium)
             count = text.count(self._model.token)
             own = places[at : at + count]
             assert len(own) == count, "the tokenizer keeps the tokens of images apart"
@@ -218,7 +224,14 @@ class ImageRenderer(ChatRenderer):
 def _texts(records: Sequence[Record], found: _Found) -> dict[str, str]:
     """Texts of the images of some records, by places that count over all of them."""
     media = (medium for record in records for medium in record.get(MEDIA, ()))
-    return {place_of(i): found[medium["sha256"]][0] for i, medium in enumerate(media)}
+    return {place_of(i): _text_of(found, medium)[0] for i, medium in enumerate(media)}
+
+
+def _text_of(found: _Found, medium: Record) -> tuple[str, int]:
+    """Text and patches of an image that was read."""
+    made = found[medium["sha256"]]
+    assert not isinstance(made, BrokenImage), "records with such images are refused before"
+    return made
 
 
 def _groups(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
@@ -238,12 +251,7 @@ def _moved(record: Record, by: int) -> Record:
     if not by or MEDIA not in record:
         return record
     messages = [
-        message
-        | {
-            "content": PLACES.sub(
-                lambda place: place_of(number_of(place.group()) + by), message["content"]
-            )
-        }
+        message | {"content": moved_places(message["content"], by)}
         for message in record["messages"]
     ]
     return record | {"messages": messages}

@@ -61,9 +61,16 @@ class ImageTemplate(ChatTemplate):
         add_generation_prompt: bool,
         variables: Mapping[str, object],
     ) -> tuple[str, list[tuple[int, str]]]:
-        if self.takes == "texts":
-            return super()._run(messages, tools, add_generation_prompt, variables)
         places = [p for message in messages for p in PLACES.findall(message["content"] or "")]
+        if self.takes == "texts":
+            text, blocks = super()._run(messages, tools, add_generation_prompt, variables)
+            # One that leaves out a message would give its image to the next place.
+            if (written := PLACES.findall(text)) != places:
+                raise TemplateRefusal(
+                    f"the template writes {len(written)} images for {len(places)}, or in another "
+                    "order"
+                )
+            return text, blocks
         given = [
             {**message, "content": _parts(message["content"] or "")}
             if self.takes == "parts" or PLACES.search(message["content"] or "")

@@ -241,6 +241,54 @@ def test_keys_of_parts_that_are_not_used_are_named(folder: Path) -> None:
     assert reader.unused.names == ("messages.content.resized_height",)
 
 
+ALPACA: dict[str, tuple[Row, list[str]]] = {
+    "LLaMA-Factory": (
+        {"instruction": "<image>what", "input": "", "output": "red", "images": [A]},
+        ["[0]what", "red"],
+    ),
+    "an input": (
+        {"instruction": "<image>what", "input": "or <image>", "output": "red", "images": [B, A]},
+        ["[1]what\n\nor [0]", "red"],
+    ),
+    "turns before, and a system prompt": (
+        {
+            "instruction": "<image>what",
+            "output": "red",
+            "history": [["<image>", "blue"]],
+            "system": "like <image>",
+            "images": [A, B, C],
+        },
+        ["like [0]", "[1]", "blue", "[2]what", "red"],
+    ),
+    "one picture": (
+        {"instruction": "<image>what", "output": "red", "image": A},
+        ["[0]what", "red"],
+    ),
+    "no picture": ({"instruction": "what", "output": "red", "image": A}, ["what", "red"]),
+}
+
+
+@pytest.mark.parametrize("name", ALPACA)
+def test_instructions_are_conversations_where_a_chat_template_writes_them(
+    name: str, folder: Path
+) -> None:
+    row, expected = ALPACA[name]
+    args = {"path": str(_write(folder / "a.jsonl", row, row)), "val_split_fraction": 0}
+    args["chat_template"] = "chatml"
+    (source,) = OwnData.of(Component(class_path="JSON", init_args=args)).parts()
+    part = source.read()
+    assert _said(part.train[0]) == expected
+    assert part.unused.names == (("image",) if name == "no picture" else ())
+
+
+def test_a_system_message_is_left_out_with_its_picture(folder: Path) -> None:
+    row, _ = FORMS["in the system message"]
+    file = _write(folder / "a.jsonl", row, row)
+    args = {"path": str(file), "val_split_fraction": 0, "drop_system": True}
+    (source,) = OwnData.of(Component(class_path="JSON", init_args=args)).parts()
+    assert _said(source.read().train[0]) == ["[1]?", "red"]
+
+
 PICTURE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
 TABLES: dict[str, list[Mapping[str, Any]]] = {
     "bytes": [{"bytes": CONTENTS[0], "path": "a.png"}],
@@ -305,6 +353,10 @@ BAD: dict[str, tuple[Row, tuple[str, ...]]] = {
     "no image": (_marks("<image>?", images=["chats.jsonl"]), ("chats.jsonl", "none of PNG")),
     "a video": (_parts({"type": "video", "video": "a.mp4"}), ("'video'",)),
     "a column of videos": (_marks("<video>?", videos=["a.mp4"]), ("videos",)),
+    "an instruction with fewer marks": (
+        {"instruction": "<image>", "output": "red", "images": [A, B]},
+        ("images", "2", "1 place"),
+    ),
     "a character of a place": (
         _parts({"type": "image", "image": A}, _text("\U000f0001")),
         ("U+F0000",),
@@ -330,6 +382,8 @@ BAD: dict[str, tuple[Row, tuple[str, ...]]] = {
 def test_bad_records_name_file_and_line_and_may_be_skipped(name: str, folder: Path) -> None:
     row, words = BAD[name]
     good = [_marks(f"<image>{i}?", images=[A]) for i in range(4)]
+    if "instruction" in row:
+        good = [row | {"images": [A]}] * 4
     file = _write(folder / "chats.jsonl", *good, row)
     data = Component(class_path="JSON", init_args={"path": str(file), "val_split_fraction": 0.5})
     (source,) = OwnData.of(data).parts()

@@ -362,3 +362,95 @@ def test_a_picture_that_exif_turns_is_that_of_its_turned_pixels(
     ]
     for one, other in zip(*(made["images"] for made in found), strict=True):
         assert all((one[key] == other[key]).all() for key in other)
+
+
+def test_a_picture_that_is_found_damaged_when_it_is_decoded_makes_a_bad_record(
+    folder: Path, load: Load
+) -> None:
+    picture = folder / "images" / "2.png"
+    picture.write_bytes(picture.read_bytes()[:-200])
+    with pytest.raises(UserError) as refused:
+        load(folder, val_split_fraction=0)
+    words = (picture, "is damaged", "--data.skip_bad_records true")
+    assert says(str(refused.value), *words)
+    data, _ = load(folder, val_split_fraction=0, skip_bad_records=True)
+    assert data.counts["train"].used == 7
+    assert sum(data.counts["train"].reasons.values()) == 1
+
+
+def test_a_picture_of_a_shape_that_the_model_does_not_take(folder: Path, load: Load) -> None:
+    Image.new("RGB", (4000, 8)).save(folder / "images" / "2.png")
+    with pytest.raises(UserError) as refused:
+        load(folder, "qwen2_5_vl", val_split_fraction=0)
+    assert says(str(refused.value), "images/2.png", "4,000 x 8", "aspect ratio")
+
+
+def test_data_of_bad_pictures_alone_say_so(folder: Path, load: Load) -> None:
+    for picture in (folder / "images").iterdir():
+        picture.write_bytes(picture.read_bytes()[:-200])
+    rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    _write(folder, *[row for row in rows if "images" in row])
+    with pytest.raises(UserError) as refused:
+        load(folder, val_split_fraction=0, skip_bad_records=True)
+    assert says(str(refused.value), "Correct the images, or remove them")
+
+
+WRITERS = ("vicuna", "llama2", "mistral", "chatml", "zephyr")
+"""Templates of texts alone, with and without tokens of their own around turns."""
+
+
+@pytest.mark.parametrize("template", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_templates_without_tokens_of_their_own_write_each_image_once(
+    kind: str, template: str, folder: Path, load: Load, models: Path
+) -> None:
+    _write(folder, *ROLES[1:], *reversed(ROLES[1:]))
+    by_model, _ = load(folder, kind, val_split_fraction=0)
+    data, _ = load(folder, kind, val_split_fraction=0, chat_template=template)
+    token_id = _token_id(models, kind)
+    for number in range(len(by_model.train)):
+        own, expected = data.train[number], by_model.train[number]
+        assert (own.ids == token_id).sum() == (expected.ids == token_id).sum()
+        sizes = [[one.end - one.first for one in sample.media] for sample in (own, expected)]
+        assert sizes[0] == sizes[1]
+
+
+def test_a_template_that_leaves_out_a_message_with_an_image_is_refused(
+    folder: Path, load: Load
+) -> None:
+    source = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}"
+    )
+    row = {"messages": [{"role": "system", "content": "<image>"}, *_chat("<image>?")["messages"]]}
+    _write(folder, row | {"images": ["images/0.png", "images/1.png"]}, *[_chat("what")] * 3)
+    data, _ = load(folder, val_split_fraction=0, chat_template=source)
+    assert data.counts["train"].used == 3
+    (reason,) = data.counts["train"].reasons
+    assert says(reason, "1 images for 2")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "tool_calls"])
+def test_a_token_of_images_anywhere_in_a_conversation_is_no_place(
+    key: str, folder: Path, load: Load
+) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": "<image>"}}}]
+    value: Any = calls if key == "tool_calls" else "<image>"
+    plain = _chat([{"type": "image", "image": "images/0.png"}])
+    marked = _chat([{"type": "image", "image": "images/0.png"}])
+    marked["messages"][1][key] = value
+    _write(folder, *[plain] * 3, marked)
+    data, _ = load(folder, val_split_fraction=0)
+    assert data.counts["train"].used == 3
+
+
+def test_instructions_with_images_need_a_chat_template(folder: Path, load: Load) -> None:
+    row = {"instruction": "<image>what", "input": "", "output": "red", "images": ["images/0.png"]}
+    _write(folder, *[row] * 2)
+    with pytest.raises(UserError) as refused:
+        load(folder, val_split_fraction=0)
+    assert says(str(refused.value), "images", "--data.chat_template tokenizer")
+    data, _ = load(folder, val_split_fraction=0, chat_template="tokenizer")
+    _write(folder, *[_chat("<image>what", images=["images/0.png"])] * 2)
+    same, _ = load(folder, val_split_fraction=0, chat_template="tokenizer")
+    assert data.train[0].ids.tolist() == same.train[0].ids.tolist()
