@@ -120,7 +120,8 @@ class MediaKind:
     """Types of content parts that hold one."""
     reference_place: str
     """MODULE:FUNCTION that takes a value of such a column or part and the directory of its file of
-    records, or None, and returns the object of a canonical record: file, sha256 and is_relative. It
+    records, or None, and by name names_files, whether it may be a file of this machine. It returns
+    the object of a canonical record: file, sha256 and is_relative, and
     raises a Misfit for a value that it cannot read: BadMedium where it names a file."""
     settings_place: str
     """MODULE:FUNCTION that takes the directory of a base model and returns what of it decides how
@@ -228,12 +229,13 @@ def kinds_in(records: Iterable[Record]) -> tuple[str, ...]:
     return tuple(sorted({one["kind"] for record in records for one in record.get(MEDIA, ())}))
 
 
-def with_references(record: Record, folder: Path | None) -> Record:
+def with_references(record: Record, folder: Path | None, *, names_files: bool = True) -> Record:
     """Return a record that was read with its media as canonical records have them.
 
     Args:
         record: perhaps with media that were found.
         folder: of the file that it was read from; None: it has none.
+        names_files: whether it may name files of this machine; one that was downloaded may not.
 
     Raises:
         BadMedium: a medium is not there, or nothing that can be read.
@@ -252,7 +254,8 @@ def with_references(record: Record, folder: Path | None) -> Record:
         row = MEDIA_KINDS.get(kind)
         assert row is not None
         try:
-            media.append({"kind": kind, **imported(row.reference_place)(value, folder)})
+            made = imported(row.reference_place)(value, folder, names_files=names_files)
+            media.append({"kind": kind, **made})
         except Misfit as misfit:
             file = misfit.file if isinstance(misfit, BadMedium) else None
             raise BadMedium(f"{where}{misfit}", file) from None

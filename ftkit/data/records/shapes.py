@@ -69,6 +69,8 @@ class RecordReader:
 
     _is_one_answer = True
     """Whether a row may be a record of any shape, as others are."""
+    names_files = True
+    """Whether rows may name files of this machine; rows that were downloaded may not."""
 
     def __init__(
         self,
@@ -125,7 +127,8 @@ class RecordReader:
                 if isinstance(value, Misfit):
                     raise value
                 record = self._record(value, self._renamed(value))
-                records.append(with_references(record, _folder_of(number)))
+                folder = _folder_of(number)
+                records.append(with_references(record, folder, names_files=self.names_files))
             except (Misfit, RecursionError) as error:
                 if isinstance(error, Misfit):
                     message = self._explained(error, value)

@@ -37,7 +37,7 @@ class BrokenImage(Exception):
     """A file is no image that can be read; the text completes a sentence about it."""
 
 
-def reference(value: Any, folder: Path | None) -> dict[str, Any]:
+def reference(value: Any, folder: Path | None, *, names_files: bool = True) -> dict[str, Any]:
     """Return file and digest of an image that a record names or holds, and whether it is relative.
 
     An image that the record holds is kept in ftkit's cache, once for each content.
@@ -45,12 +45,18 @@ def reference(value: Any, folder: Path | None) -> dict[str, Any]:
     Args:
         value: a path, a file or data url, an object with bytes or a path, or bytes.
         folder: directory of the records, in which relative paths begin; None: they are in no file.
+        names_files: whether it may be a file of this machine, which no download may name.
 
     Raises:
         Misfit: there is no such image, or it cannot be read; BadMedium where a file is named.
     """
     held = _held(value, folder)
     if isinstance(held, _Named):
+        if not names_files:
+            raise Misfit(
+                f": its image is the path {_short(str(held.path))}, but data that were downloaded "
+                f"hold their images.\n{_REMOVE}"
+            )
         try:
             content = read_file(held.path)
             check_header(content)

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,29 @@ import pyarrow.parquet
 import pytest
 from messages import says
 from PIL import Image
+from stand_in_hub import NAME, DataHub, serving_data
 
 from ftkit.data.own_data import OwnData
+from ftkit.data.records.hub import HubName
 from ftkit.data.records.media import MEDIA, PLACES, number_of
-from ftkit.data.records.read import read_records
+from ftkit.data.records.read import read_hub, read_records
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import RecordReader
 from ftkit.errors import UserError
 from ftkit.recipe.recipe import Component
 
 Row = dict[str, Any]
-NAMES = ("a.png", "b.jpg", "c.webp")
+FILES = ("a.png", "b.jpg", "c.webp")
 
 
 def _content(number: int) -> bytes:
     stream = io.BytesIO()
-    kind = NAMES[number].rpartition(".")[2].replace("jpg", "jpeg")
+    kind = FILES[number].rpartition(".")[2].replace("jpg", "jpeg")
     Image.new("RGB", (8 + number, 4), (80 * number, 0, 0)).save(stream, kind)
     return stream.getvalue()
 
 
-CONTENTS = tuple(map(_content, range(len(NAMES))))
+CONTENTS = tuple(map(_content, range(len(FILES))))
 DIGESTS = {hashlib.sha256(content).hexdigest(): i for i, content in enumerate(CONTENTS)}
 DATA_URL = f"data:image/png;base64,{base64.b64encode(CONTENTS[0]).decode()}"
 BASE64 = base64.b64encode(CONTENTS[0]).decode()
@@ -51,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _draw(pictures: Path) -> None:
     pictures.mkdir(parents=True)
-    for name, content in zip(NAMES, CONTENTS, strict=True):
+    for name, content in zip(FILES, CONTENTS, strict=True):
         (pictures / name).write_bytes(content)
 
 
@@ -81,7 +83,7 @@ def _text(text: str) -> Row:
     return {"type": "text", "text": text}
 
 
-A, B, C = (f"pictures/{name}" for name in NAMES)
+A, B, C = (f"pictures/{name}" for name in FILES)
 OF_ONE = ["[0]what is it", "red"]
 FORMS: dict[str, tuple[Row, list[str]]] = {
     "OpenAI, url": (
@@ -306,6 +308,43 @@ def test_structs_of_tables(name: str, folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"messages": messages, "images": images}), file)
     (record,) = read_records(file)
     assert _said(record) == OF_ONE
+
+
+def _parquet(images: list[Mapping[str, Any]]) -> bytes:
+    messages = [[{"role": "user", "content": "<image>what is it"}, ANSWER]] * 4
+    columns = {
+        "messages": pyarrow.array(messages),
+        "images": pyarrow.array([images] * 4, pyarrow.list_(PICTURE)),
+    }
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), stream)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataHub]:
+    served = DataHub({})
+    with serving_data(served, monkeypatch, folder):
+        yield served
+
+
+def test_data_sets_of_the_hub_hold_their_images(hub: DataHub) -> None:
+    hub.files = {"train.parquet": _parquet(TABLES["bytes"])}
+    for record in read_hub(HubName(name=NAME), None).train:
+        assert _said(record) == OF_ONE
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_data_sets_of_the_hub_name_no_files_of_this_machine(
+    is_absolute: bool, hub: DataHub, folder: Path
+) -> None:
+    path = str(folder / A) if is_absolute else A
+    hub.files = {"train.parquet": _parquet([{"bytes": None, "path": path}])}
+    with pytest.raises(UserError) as refused:
+        read_hub(HubName(name=NAME), None)
+    assert says(
+        str(refused.value), f"{NAME}, train record 1", "its image is the path", "hold their images"
+    )
 
 
 def test_paths_begin_in_the_folder_of_their_own_file(folder: Path) -> None:
