@@ -15,7 +15,7 @@ from typing import Any, Self, get_args
 from ftkit.data.records.bad import SKIP
 from ftkit.data.records.formats import files_of, format_of
 from ftkit.data.records.hub import HubName
-from ftkit.data.records.media import kinds_in
+from ftkit.data.records.media import MEDIA, kinds_in
 from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.data.records.read import RecordSet, read_files, read_hub
 from ftkit.data.records.record import Record, Shape
@@ -765,6 +765,9 @@ class OwnData(DataSource):
 def _digest(record: Record, source: _SourceOptions) -> bytes:
     """Digest of a record and of how it is rendered."""
     rendering = {key: getattr(source, key) for key in _OF_RENDERING}
+    if MEDIA in record:  # what files hold, not where they lie
+        media = [(one["kind"], one["sha256"]) for one in record[MEDIA]]
+        record = record | {MEDIA: media}
     text = json.dumps([rendering, record], sort_keys=True, default=str)
     # Digests, because the texts of many long records would fill memory.
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

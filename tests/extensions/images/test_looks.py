@@ -5,6 +5,7 @@ import io
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -20,6 +21,7 @@ from ftkit.extensions.images.files import reference
 from ftkit.extensions.images.looks import look
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component
+from ftkit.training.journal import Journal, log_data_summary
 from ftkit.utils.console.terminal import plain_text
 
 SIZES = {"a.jpg": (640, 480), "b.png": (40, 120)}
@@ -112,3 +114,14 @@ def test_samples_with_other_images_are_no_duplicates(file: Path, model: Path) ->
     sets = [part.splits["train"].samples for part in data.parts]
     assert data.train[0].ids.tolist() == data.train[2].ids.tolist()
     assert find_duplicates(sets, []).train == 1  # that of the records without images
+
+
+def test_the_start_of_a_run_says_how_many_tokens_images_have(file: Path, model: Path) -> None:
+    args = {"path": str(file), "val_split_fraction": 0}
+    data = load_data(Component(class_path="JSON", init_args=args), Tokenizer(model), 512)
+    display, recorder = Mock(), Mock()
+    log_data_summary(data, Journal(display, recorder))
+    said = [str(call.args[0]) for call in display.message.call_args_list]
+    (line,) = [text for text in said if text.startswith("train data: 4 images")]
+    (numbers,) = media_numbers([part.splits["train"].samples for part in data.parts])
+    assert line == f"train data: {numbers.text}"

@@ -365,6 +365,16 @@ def test_paths_begin_in_the_folder_of_their_own_file(folder: Path) -> None:
     assert part.media == ("image",)
 
 
+def test_equal_pictures_of_other_files_make_equal_records(folder: Path) -> None:
+    (folder / "copy.png").write_bytes(CONTENTS[0])
+    rows = [_marks("<image>?", images=[name]) for name in (A, "copy.png", B, A)]
+    args = {"path": str(_write(folder / "a.jsonl", *rows)), "val_split_fraction": 0}
+    (source,) = OwnData.of(
+        Component(class_path="JSON", init_args={**args, "drop_equal": True})
+    ).parts()
+    assert [_said(record) for record in source.read().train] == [["[0]?", "red"], ["[1]?", "red"]]
+
+
 BAD: dict[str, tuple[Row, tuple[str, ...]]] = {
     "more marks": (_marks("<image><image>?", images=[A]), ("images", "1", "2 places")),
     "fewer marks": (_marks("<image>?", images=[A, B, C]), ("images", "3", "1 place")),
