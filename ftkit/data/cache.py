@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from filelock import FileLock, Timeout
 
+from ftkit.data.media_files import first_changed, stamps_of
 from ftkit.data.prepare import Counts, Prepared, make_renderer
 from ftkit.data.records.keys import UnusedKeys
-from ftkit.data.records.media import MEDIA_KINDS
+from ftkit.data.records.media import MEDIA_KINDS, with_files
 from ftkit.data.records.record import Record
 from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES
 from ftkit.data.samples.sample_set import SampleArrays, SampleSet
@@ -34,18 +35,21 @@ from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import cache_root, new_directory, write_json
 from ftkit.utils.json_values import from_json
-from ftkit.utils.registry import extension_names
+from ftkit.utils.registry import extension_names, imported
 
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
 # Raised when the files of an entry change: entries that are older then have other addresses.
-_CACHE_FORMAT = 3
+_CACHE_FORMAT = 4
 _LIBRARIES = ("sentencepiece", "tokenizers")
 """Libraries that make texts and tokens: another version may make others."""
 _CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
 """Modules of ftkit that do so, beside the extensions that bring kinds of records."""
 _ENTRY, _RECORDS = "entry.json", "records.jsonl"
+_STAMPS = "media_stamps"
+"""File with the stamps of files of media. It is written again where these were copied, and has no
+checksum: without it they are read."""
 # Little-endian, whatever the machine: the directory may be shared.
 _ARRAYS = {
     "tokens": "<i4",
@@ -70,6 +74,10 @@ _OnWaiting = Callable[[str, int, int], None]
 
 class DamagedEntry(Exception):
     """An entry differs from what was written; the message says where."""
+
+
+class OutdatedEntry(Exception):
+    """A file of media no longer holds what it held; the message names it."""
 
 
 def cache_directory() -> Path:
@@ -123,15 +131,19 @@ def _style_texts(style: AnyStyle) -> list[str]:
     return [*style.stops, *(style.apply(prompt="\1", **mark) for mark in marks)]
 
 
+def directory_of(content: Content) -> str:
+    """Return the common directory of the files of a part."""
+    return os.path.commonpath([file.parent for files in content.files() for file in files])
+
+
 def address_of_content(content: Content, tokenizer: "Tokenizer", max_seq_length: int) -> str:
     """The address of a part that follows from files and options.
 
     Raises:
         OSError: a file cannot be read.
     """
-    groups = content.files()
+    groups, above = content.files(), directory_of(content)
     # Paths below the common directory: data that are moved or copied keep their address.
-    above = os.path.commonpath([file.parent for files in groups for file in files])
     files = [
         [(os.path.relpath(file, above), file_digest(file)) for file in files] for files in groups
     ]
@@ -157,6 +169,10 @@ def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: 
         "code": _code_digest(),
         "versions": [version(library) for library in _LIBRARIES],
         "tokenizer": _tokenizer_digest(tokenizer),
+        # Models of one tokenizer make other tokens of the same media.
+        "media": {
+            kind.name: imported(kind.settings_place)(tokenizer.directory) for kind in MEDIA_KINDS
+        },
         "max_seq_length": max_seq_length,
     }
     text = json.dumps(every, sort_keys=True, default=str)
@@ -192,9 +208,9 @@ def _tokenizer_digest(tokenizer: "Tokenizer") -> str:
 class _StoredRecords(Sequence[Record]):
     """Records in a mapped file, each parsed when it is accessed."""
 
-    def __init__(self, text: Any, offsets: Any) -> None:
-        """Describe the file."""
-        self._text, self._offsets = text, offsets
+    def __init__(self, text: Any, offsets: Any, folder: str) -> None:
+        """Describe the file; folder: in which relative paths of media begin."""
+        self._text, self._offsets, self._folder = text, offsets, folder
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -208,8 +224,7 @@ class _StoredRecords(Sequence[Record]):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         text = self._text[self._offsets[place] : self._offsets[place + 1]]
-        record: Record = json.loads(text.tobytes())
-        return record
+        return _with_folder(json.loads(text.tobytes()), self._folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +246,12 @@ class SampleCache:
         self._directory = directory
 
     def find(
-        self, address: str, split: str, name: str, prompt_style: Callable[[], AnyStyle | None]
+        self,
+        address: str,
+        split: str,
+        name: str,
+        prompt_style: Callable[[], AnyStyle | None],
+        folder: str,
     ) -> CacheEntry | None:
         """Return an entry, or None if there is none.
 
@@ -240,23 +260,35 @@ class SampleCache:
             split: of it.
             name: of the part.
             prompt_style: the one of its rules, if they have one.
+            folder: of its files, where relative paths of media begin; "": it has none.
 
         Raises:
             DamagedEntry: there is one, but it is not as it was written.
+            OutdatedEntry: there is one, but of a file of media that has changed since.
         """
         directory = self._directory / address / split
         if not directory.is_dir():
             return None
         try:
-            values, prepared = _open(directory)
+            values, prepared = _open(directory, folder)
             part = _part(values, name, prompt_style() if values["has_prompt_style"] else None)
             rendering = str(values["rendering"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedEntry(f"{directory}: {error}") from error
+        _check_media(directory, prepared.samples)
         return CacheEntry(prepared=prepared, part=part, rendering=rendering)
 
-    def keep(self, address: str, split: str, entry: CacheEntry) -> Prepared:
+    def keep(
+        self, address: str, split: str, entry: CacheEntry, folder: str, read_at_ns: int
+    ) -> Prepared:
         """Write or replace an entry, and return its samples as mapped from the files.
+
+        Args:
+            address: of the part.
+            split: of it.
+            entry: what is kept.
+            folder: as of `find`.
+            read_at_ns: when its records began to be read.
 
         Raises:
             OSError: it cannot be written.
@@ -265,8 +297,8 @@ class SampleCache:
         # Written beside its place and renamed: an entry is whole or not there.
         with new_directory(directory, overwrite=True) as partial:
             # Records are kept of validation alone, where an evaluation prompts with them.
-            _write(partial, entry, with_records=split != "train")
-        return _open(directory)[1]
+            _write(partial, entry, folder, read_at_ns, with_records=split != "train")
+        return _open(directory, folder)[1]
 
     @contextlib.contextmanager
     def building(self, address: str, on_waiting: _OnWaiting) -> Iterator["Building"]:
@@ -310,9 +342,18 @@ class Building:
                 write_json(self._file, {"split": split, "done": done, "total": total})
 
 
-def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
+def _write(
+    directory: Path, entry: CacheEntry, folder: str, read_at_ns: int, *, with_records: bool
+) -> None:
     prepared, part = entry.prepared, entry.part
     arrays = prepared.samples.arrays._asdict()
+    if files := prepared.samples.media_files:
+        _write_stamps(directory, stamps_of(files, read_at_ns))
+        below = [
+            one._replace(file=os.path.relpath(one.file, folder)) if one.is_relative else one
+            for one in files
+        ]
+        arrays["media_files"] = np.frombuffer(json.dumps(below).encode(), dtype=np.uint8)
     names = [name for name in _ARRAYS if arrays[name] is not None]
     for name in names:
         (directory / name).write_bytes(np.ascontiguousarray(arrays[name], dtype=_ARRAYS[name]).data)
@@ -321,7 +362,7 @@ def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
     names.append(_WHOLE_LENGTHS)
     if with_records:
         names += [_RECORDS, _RECORD_OFFSETS]
-        _write_records(directory, prepared.records)
+        _write_records(directory, [_without_folder(one, folder) for one in prepared.records])
     values = {
         "shape": part.shape,
         "description": part.description,
@@ -333,7 +374,7 @@ def _write(directory: Path, entry: CacheEntry, *, with_records: bool) -> None:
         "counts": dataclasses.asdict(prepared.counts),
         "sufficient_length": prepared.sufficient_length,
         "examples": prepared.examples,
-        "kept": prepared.kept,
+        "kept": _each_kept(prepared.kept, _without_folder, folder),
         "per_sample": prepared.samples.per_sample,
         "fingerprint": prepared.samples.fingerprint,
         "files": {name: file_digest(directory / name) for name in names},
@@ -365,7 +406,44 @@ def _part(values: Mapping[str, Any], name: str, style: AnyStyle | None) -> Part:
     )
 
 
-def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
+def _without_folder(record: Record, folder: str) -> Record:
+    """A record whose relative paths begin in a folder."""
+    return with_files(record, lambda file: os.path.relpath(file, folder))
+
+
+def _with_folder(record: Record, folder: str) -> Record:
+    return with_files(record, lambda file: str(Path(folder, file)))
+
+
+def _each_kept(
+    kept: Mapping[str, list[Record]], change: Callable[[Record, str], Record], folder: str
+) -> dict[str, list[Record]]:
+    return {reason: [change(one, folder) for one in records] for reason, records in kept.items()}
+
+
+def _write_stamps(directory: Path, stamps: Any) -> None:
+    partial = directory / f"{_STAMPS}.{os.getpid()}"
+    partial.write_bytes(np.ascontiguousarray(stamps, dtype="<i8").data)
+    partial.replace(directory / _STAMPS)
+
+
+def _check_media(directory: Path, samples: SampleSet) -> None:
+    """Refuse an entry of which a file of media has changed."""
+    if not (files := samples.media_files):
+        return
+    stamps = None
+    with contextlib.suppress(OSError, ValueError):
+        stamps = np.fromfile(directory / _STAMPS, dtype="<i8").reshape(-1, 2)
+    changed, now = first_changed(files, stamps)
+    if changed is not None:
+        raise OutdatedEntry(changed.file)
+    if stamps is None or not np.array_equal(stamps, now):
+        # Only what the next run need not read: the cache may be read-only.
+        with contextlib.suppress(OSError):
+            _write_stamps(directory, now)
+
+
+def _open(directory: Path, folder: str) -> tuple[dict[str, Any], Prepared]:
     """Read an entry: what it says of itself, and its samples."""
     entry = json.loads((directory / _ENTRY).read_text(encoding="utf-8"))
     values = entry["values"]
@@ -388,11 +466,12 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
         *arrays._replace(spans=arrays.spans.reshape(-1, 2), media=media),
         per_sample=values["per_sample"],
         fingerprint=values["fingerprint"],
+        media_folder=folder,
     )
     records: Sequence[Record] = ()
     if _RECORDS in values["files"]:
         offsets = _mapped(directory / _RECORD_OFFSETS, "<i8")
-        records = _StoredRecords(_mapped(directory / _RECORDS, "u1"), offsets)
+        records = _StoredRecords(_mapped(directory / _RECORDS, "u1"), offsets, folder)
     prepared = Prepared(
         samples=samples,
         records=records,
@@ -400,7 +479,7 @@ def _open(directory: Path) -> tuple[dict[str, Any], Prepared]:
         sufficient_length=values["sufficient_length"],
         whole_lengths=_mapped(directory / _WHOLE_LENGTHS, "<i4"),
         examples=values["examples"],
-        kept=values["kept"],
+        kept=_each_kept(values["kept"], _with_folder, folder),
     )
     return values, prepared
 

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +18,12 @@ from ftkit.data.cache import (
     Building,
     CacheEntry,
     DamagedEntry,
+    OutdatedEntry,
     SampleCache,
     address_of_content,
     address_of_records,
     cache_directory,
+    directory_of,
     rendering_of,
 )
 from ftkit.data.prepare import (
@@ -105,6 +108,9 @@ class _Loading:
         self._known: Part | None = None
         """Without its records."""
         self._notices: list[str] = []
+        self._folder = ""
+        """Of the files of its records, where these are known; paths of media begin there."""
+        self._read_at_ns = 0
         self._stamps = self._stamp()
         self._address = self._find_address()
 
@@ -139,10 +145,15 @@ class _Loading:
         for split in splits:
             try:
                 entry = self._cache.find(
-                    self._address, split, self._source.name, self._prompt_style
+                    self._address, split, self._source.name, self._prompt_style, self._folder
                 )
             except DamagedEntry as error:
                 self._notices.append(f"A damaged entry of the data cache is rebuilt: {error}.")
+                continue
+            except OutdatedEntry as error:
+                self._notices.append(
+                    f"Samples are made anew: {error} has changed since they were made of it."
+                )
                 continue
             # The address has the name of a template, not its text, which may have changed since.
             if entry and entry.rendering == rendering_of(entry.part, self._tokenizer):
@@ -158,6 +169,7 @@ class _Loading:
 
     def _read(self) -> Part:
         if self._part is None:
+            self._read_at_ns = time.time_ns()
             self._part = self._source.read()
             self._known = dataclasses.replace(self._part, train=(), val=(), bad={})
         return self._part
@@ -168,6 +180,7 @@ class _Loading:
         if content is None:
             return address_of_records(self._read(), self._tokenizer, self._max_seq_length)
         try:
+            self._folder = directory_of(content)
             return address_of_content(content, self._tokenizer, self._max_seq_length)
         except OSError:
             return None
@@ -215,14 +228,17 @@ class _Loading:
             progress,
             part.rules.min_tokens,
             part.bad.get(split, ()),
+            part.media_files,
         )
+        if prepared.bad.count and not part.skips_bad:
+            raise prepared.bad.refusal(len(records), may_skip=prepared.counts.used > 0)
         # A file that was written to while it was read has another address now.
         if self._address is None or building is None or self._stamp() != self._stamps:
             return prepared
         try:
             rendering = rendering_of(self._known, self._tokenizer)
             entry = CacheEntry(prepared=prepared, part=self._known, rendering=rendering)
-            return self._cache.keep(self._address, split, entry)
+            return self._cache.keep(self._address, split, entry, self._folder, self._read_at_ns)
         except OSError as error:
             self._warn_unwritable(error)
             return prepared

@@ -15,7 +15,7 @@ from typing import Any, Self, get_args
 from ftkit.data.records.bad import SKIP
 from ftkit.data.records.formats import files_of, format_of
 from ftkit.data.records.hub import HubName
-from ftkit.data.records.media import kinds_in
+from ftkit.data.records.media import MEDIA, kinds_in
 from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.data.records.read import RecordSet, read_files, read_hub
 from ftkit.data.records.record import Record, Shape
@@ -106,6 +106,12 @@ class OwnDataOptions:
     min_tokens: int | None = None
     """Leave out samples with fewer tokens, and pairs of which an answer with its prompt has fewer.
     A document that is split is several samples."""
+    image_max_pixels: int | None = None
+    """Scale down images with more pixels, such as 589824 (768 x 768), before the model's own
+    processor, which may scale them again. Fewer pixels are fewer tokens for models whose images
+    have tokens by size. Default: as the processor says."""
+    image_min_pixels: int | None = None
+    """Scale up images with fewer pixels, in the same way."""
     drop_equal: bool = False
     """Of records with equal contents, keep only the first, before a part is held out: over all
     sources that are rendered alike, records to train on before those to validate on."""
@@ -173,7 +179,10 @@ _OF_RENDERING = (
     *("prompt_style", "chat_template", ARGUMENTS, "train_on", "mask_prompt", "drop_system"),
 )
 _INHERITED = ("columns", *_OF_RENDERING)
-_RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens")
+# Beside the other options and not among the keys of an extension: options of data are one class,
+# of which what a resumed run may change is known without data.
+_OF_MEDIA = ("image_max_pixels", "image_min_pixels")
+_RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens", *_OF_MEDIA)
 """Options that decide how records are rendered."""
 OPTIONS_WITHOUT_FILES = (
     *("columns", *_RENDERING),
@@ -290,6 +299,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
     of_source = prefix != "data."
     if not of_source:
         check_shared_values(given, may_validate_on_all=True)
+        _check_order(given)
     for key, value in given.items():
         name = prefix + key
         # bool is a subclass of int.
@@ -317,9 +327,10 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
             rule = "a list of objects with a path each"
             accepted = isinstance(value, list) and bool(value)
             check_value(name, value, accepted, rule, "'[{path: a.jsonl}, {path: b.jsonl}]'")
-        elif key == "min_tokens":
+        elif key in ("min_tokens", *_OF_MEDIA):
             accepted = number and isinstance(value, int) and value > 0
-            check_value(name, value, accepted, "a whole number above 0", "16")
+            works = "16" if key == "min_tokens" else "589824"
+            check_value(name, value, accepted, "a whole number above 0", works)
         elif key == "weight":
             check_value(name, value, number and value > 0, "a number above 0", "1")
         elif key == "samples":
@@ -327,6 +338,16 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
             check_value(name, value, accepted, "a whole number above 0", "1000")
         elif key in ("drop_system", "drop_equal", SKIP) or (key == "mask_prompt" and of_source):
             check_value(name, value, isinstance(value, bool), "true or false", "true")
+
+
+def _check_order(given: Mapping[str, Any]) -> None:
+    """Refuse a least size of images above the largest."""
+    most, least = (given.get(key) for key in _OF_MEDIA)
+    if isinstance(most, int) and isinstance(least, int) and least > most:
+        raise UserError(
+            f"data.image_min_pixels is {least}, but data.image_max_pixels is {most}, and no image "
+            f"has more than these.\n{how_to_set('data.image_min_pixels', most)}"
+        )
 
 
 def _is_token(text: Any) -> bool:
@@ -585,6 +606,7 @@ class OwnData(DataSource):
             raise UserError(_OPTION.sub(rf"eval.sets.{source.name}.\1", str(error))) from error
         rules, shape = self._rules(source, records)
         train, val = self._as_rendered(source, records, rules, shape)
+        self._check_media(source, records, kinds_in(chain(train, val or ())))
         left_out = ""
         if self._options.drop_equal and not self._whole:
             seen = {digest for one in self._before(source) for digest in self._digests_of(one)}
@@ -622,7 +644,19 @@ class OwnData(DataSource):
             unused=records.unused,
             bad={split: of_split.kinds for split, of_split in bad.items()},
             media=kinds_in(chain(train, val)),
+            skips_bad=self._options.skip_bad_records,
         )
+
+    def _check_media(
+        self, source: _SourceOptions, records: RecordSet, media: Collection[str]
+    ) -> None:
+        """Refuse options of media that have no effect on a single source."""
+        for key in _OF_MEDIA if len(self._sources) == 1 and source.name is None else ():
+            if getattr(self._options, key) is not None and not media:
+                raise UserError(
+                    f"data.{key} is {getattr(self._options, key)}, but {records.where} holds no "
+                    f"images.\nRemove data.{key} (on the command line: --data.{key} null)."
+                )
 
     def _read(self, source: _SourceOptions) -> RecordSet:
         files, skips_bad = self._found(source), self._options.skip_bad_records
@@ -667,6 +701,11 @@ class OwnData(DataSource):
             overlong=self._options.overlong or ("split" if row.is_split else "truncate"),
             min_tokens=self._options.min_tokens or 0,
             preference=self._preference,
+            media_options={
+                key: value
+                for key in _OF_MEDIA
+                if (value := getattr(self._options, key)) is not None
+            },
         )
         # The prompt of a pair is in both halves, and says nothing about which one is better.
         masked: TrainOn = "last" if source.mask_prompt or self._preference else "all"
@@ -726,6 +765,9 @@ class OwnData(DataSource):
 def _digest(record: Record, source: _SourceOptions) -> bytes:
     """Digest of a record and of how it is rendered."""
     rendering = {key: getattr(source, key) for key in _OF_RENDERING}
+    if MEDIA in record:  # what files hold, not where they lie
+        media = [(one["kind"], one["sha256"]) for one in record[MEDIA]]
+        record = record | {MEDIA: media}
     text = json.dumps([rendering, record], sort_keys=True, default=str)
     # Digests, because the texts of many long records would fill memory.
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

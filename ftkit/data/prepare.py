@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.records.bad import BadKind
-from ftkit.data.records.media import MEDIA_KINDS
+from ftkit.data.records.bad import BadKind, BadRecords
+from ftkit.data.records.media import MEDIA_KINDS, MediaFile
 from ftkit.data.records.record import Record
 from ftkit.data.records.shape_rows import lacks_extension, preference_row, shape_row
 from ftkit.data.rendering import (
@@ -130,6 +130,8 @@ class Prepared:
     """Beginning of the first record without anything to train on, by reason."""
     kept: dict[str, list[Record]]
     """Some of the records that are not fully trained on, by reason, to try changes on."""
+    bad: BadRecords = field(default_factory=BadRecords)
+    """Records that are bad because of a file of theirs; none where they come from the cache."""
 
 
 def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:
@@ -164,6 +166,7 @@ class _Preparation:
         self.examples: dict[str, str] = {}
         self.kept: dict[str, list[Record]] = {}
         self._looked_at: dict[str, int] = {}
+        self.bad = BadRecords()
 
     def add(self, record: Record, rendering: Rendering) -> None:
         """Add the samples of a record, or count why there are none."""
@@ -172,6 +175,9 @@ class _Preparation:
         weight = record.get("weight", 1)
         if not weight:
             rendering = Rendering(refused=NO_WEIGHT)
+        if rendering.bad_file is not None:
+            file, what = rendering.bad_file
+            self.bad.add(file, f" {what}.\nCorrect it, or remove the record that names it.", record)
         if rendering.refused is not None:
             self._note_example(rendering.refused, record)
         if rendering.refused == NO_OUTPUT:
@@ -286,6 +292,7 @@ def prepare_records(
     progress: OnProgress,
     min_tokens: int = 0,
     bad: Sequence[BadKind] = (),
+    files: Sequence[MediaFile] = (),
 ) -> Prepared:
     """Render, fit and count the records of one split.
 
@@ -297,8 +304,10 @@ def prepare_records(
         progress: called at least every 1000 records.
         min_tokens: no sample has fewer tokens.
         bad: the records that were left out when the others were read; they count too.
+        files: of media of all records of the part, which decide which of them are in this split.
     """
     made = _Preparation(max_seq_length, overlong, min_tokens, renderer.per_sample)
+    made.rows.note_files(files)
     progress(0, len(records))
     for chunk, renderings in rendered_chunks(renderer, records):
         for record, rendering in zip(chunk, renderings, strict=True):
@@ -314,6 +323,7 @@ def prepare_records(
         whole_lengths=np.frombuffer(made.whole_lengths, dtype=np.int32),
         examples=made.examples,
         kept=made.kept,
+        bad=made.bad,
     )
 
 
@@ -444,6 +454,10 @@ def advice_for(
     """
     if reason in _TO_RECORDS:
         return _TO_RECORDS[reason]
+    for kind in filter(None, map(MEDIA_KINDS.get, part.media)):
+        for beginning, works in kind.advice.items():
+            if reason.startswith(beginning):
+                return works
     place = shape_row(part.shape).advice_place
     if not place:
         return "Correct or remove them."

@@ -56,6 +56,8 @@ class Rendering(NamedTuple):
     """Whether a turn that carries loss has reasoning that the template does not write."""
     is_divided: bool = False
     """Whether an answer is encoded apart from its prompt: the whole text has other tokens there."""
+    bad_file: tuple[str, str] | None = None
+    """File that makes it a bad record, and what is wrong with it as the end of a sentence."""
 
 
 class Example(NamedTuple):

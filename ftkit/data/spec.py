@@ -6,11 +6,13 @@ Imports neither torch nor litgpt, so that a mistake shows before any process is 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from ftkit.data.records.bad import BadKind
 from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.media import MediaFile, files_of
 from ftkit.data.records.paths import how_to_set
 from ftkit.data.records.record import Record, Shape
 from ftkit.errors import UserError
@@ -48,6 +50,8 @@ class Rules:
     preference: Preference | None = None
     """How records say which answers are better. pairs: each has two records under chosen and
     rejected; labels: each has a desirable; None: they do not."""
+    media_options: Mapping[str, int] = field(default_factory=dict)
+    """Options of data that say how media become tokens, by name; only those that are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,16 @@ class Part:
     """Bad records that are left out, by split."""
     media: tuple[str, ...] = ()
     """Kinds of media in its records."""
+    skips_bad: bool = False
+    """Whether records are left out that are bad because of a file of theirs."""
+
+    @property
+    def media_files(self) -> list[MediaFile]:
+        """Files of the media of all its records, also of bad ones."""
+        found = [file for record in chain(self.train, self.val) for file in files_of(record)]
+        return found + [
+            file for kinds in self.bad.values() for kind in kinds for file in kind.files
+        ]
 
     @property
     def summary(self) -> str:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from ftkit.data.records.media import Prompt, numbered, with_files
+from ftkit.data.records.media import Prompt, asked_with, numbered
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
 from ftkit.evaluation.generate import shown
@@ -55,7 +55,7 @@ class Conversation:
             if images:
                 raise UserError(f"{IMAGE} needs a chat template.\nLeave out --raw.")
             return self._responder.prompt_of(Question(text=text))
-        self._asked = [*self._messages, with_files(text, "image", images)]
+        self._asked = [*self._messages, asked_with(text, "image", images)]
         room = self._responder.context_length - longest
         while True:
             messages, media = numbered(self._asked)

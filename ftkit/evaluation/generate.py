@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftkit.data.records.formats import format_of, text_of
-from ftkit.data.records.media import MEDIA, as_given, numbered, with_files
+from ftkit.data.records.media import MEDIA, as_given, asked_with, numbered
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
@@ -119,7 +119,7 @@ def _records(options: GenerateOptions) -> list[Record]:
     """Read the prompts: lines of a text, or records of any shape."""
     if options.prompt is not None:
         if options.image:
-            messages, media = numbered([with_files(options.prompt, "image", options.image)])
+            messages, media = numbered([asked_with(options.prompt, "image", options.image)])
             return [{"messages": messages, MEDIA: media}]
         record = {"instruction": options.prompt}
         return [record if options.input is None else record | {"input": options.input}]

@@ -195,7 +195,10 @@ class Responder:
         if question.media:
             kind = question.media[0]["kind"]
             self._session.see([kind])
-            prompter = imported(media_row(kind).prompter_place)(template, self.tokenizer)
+            recipe = self._session.result.recipe
+            options = {} if recipe is None else recipe.data["init_args"]
+            made = imported(media_row(kind).prompter_place)
+            prompter = made(template, self.tokenizer, options)
             template = prompter.template
         # As in training: a prompt style takes the input apart, other templates as part of the
         # message.

@@ -40,6 +40,8 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "drop_system": False,
     "overlong": None,
     "min_tokens": None,
+    "image_max_pixels": None,
+    "image_min_pixels": None,
     "drop_equal": False,
     "skip_bad_records": False,
     "add_tokens": None,

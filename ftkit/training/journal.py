@@ -7,6 +7,7 @@ from pathlib import Path
 from ftkit.data.dataset import DataSets, ValidationSets
 from ftkit.data.inspection.findings import REPORTED_BY_COUNTS, Evidence, findings
 from ftkit.data.prepare import Counts
+from ftkit.data.samples.sample_set import media_numbers
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.runs.report.report import DataCounts, Source
@@ -45,6 +46,8 @@ def log_data_summary(data: DataSets, journal: Journal) -> None:
         for split, known in counts.items():
             if text := losses_of_data_text(known):
                 journal.display.message(f"{split} data{of_source}: {text}{_lost_text(known)}")
+        for numbers in media_numbers([part.splits["train"].samples]):
+            journal.display.message(f"train data{of_source}: {numbers.text}")
         for notice in part.notices:
             journal.warn(notice)
     of_all = {str(split): _report_counts(counts) for split, counts in data.counts.items()}

@@ -9,6 +9,7 @@ import random
 import re
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def _change_for(
         ".safetensors": _change_safetensors,
         ".gguf": _change_gguf,
         ".jinja": _change_template,
+        **dict.fromkeys((".png", ".jpg", ".webp", ".gif"), _change_image),
     }.get(path.suffix)
 
 
@@ -263,6 +265,30 @@ def _change_template(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     place = rng.choice([0, len(text), *places])
     piece = rng.choice(_TEMPLATE_PIECES)
     return (text[:place] + piece + text[place:]).encode(), f"{piece[:40]} at {place}"
+
+
+_SIDES = (0, 1, 2, 255, 8193, 60_000, 2**16 - 1)
+_OTHER_FORMATS = (b"%!PS-Adobe-3.0 EPSF-3.0\n", b"II*\0", b"BM", b"<svg>", b"\0\0\0\x18ftypavif")
+
+
+def _change_image(content: bytes, rng: random.Random) -> tuple[bytes, str]:
+    """Promise another size in the header of an image, or another format."""
+    if rng.random() < 0.1:
+        head = rng.choice(_OTHER_FORMATS)
+        return head + content[len(head) :], f"it begins with {head!r}"
+    width, height = (rng.choice(_SIDES) for _ in range(2))
+    what = f"{width} x {height} in the header"
+    if content.startswith(b"\x89PNG"):
+        # Of width, height, and what says how pixels are stored; the checksum is right again.
+        kind = content[24:29] if rng.random() < 0.7 else rng.randbytes(5)
+        head = b"IHDR" + struct.pack(">II", width * rng.choice((1, 2**15)), height) + kind
+        return content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:], what
+    if content.startswith(b"GIF"):
+        return content[:6] + struct.pack("<HH", width, height) + content[10:], what
+    if content.startswith(b"RIFF"):
+        return content[:26] + struct.pack("<HH", width, height) + content[30:], what
+    frame = content.index(b"\xff\xc0")
+    return content[: frame + 5] + struct.pack(">HH", height, width) + content[frame + 9 :], what
 
 
 def _change_torch_zip(content: bytes, rng: random.Random) -> tuple[bytes, str]:

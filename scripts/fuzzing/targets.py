@@ -15,7 +15,9 @@ from chats import said, write_chat_tokenizer
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe
 from gguf_files import write_gguf
 from object_servers import Bucket, Proxy
+from PIL import Image
 from safetensors.torch import load_file, save_file
+from seeing_models import save_model
 from tiny import make_data, make_llama, make_records
 
 from ftkit.recipe.readers import READERS
@@ -157,6 +159,26 @@ def _make_chats(directory: Path, run: Run) -> None:
             ],
         }
         for number, record in enumerate(make_records(40))
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "chats.jsonl").write_text(text)
+
+
+_PICTURES = ("a.png", "b.jpg", "c.webp", "d.gif")
+
+
+def _make_pictures(directory: Path, _: Run) -> None:
+    save_model("qwen2_5_vl", directory / "base")
+    (directory / "pictures").mkdir()
+    for number, name in enumerate(_PICTURES):
+        noise = np.random.default_rng(number).integers(0, 255, (40, 60, 3)).astype(np.uint8)
+        Image.fromarray(noise).save(directory / "pictures" / name)
+    lines = [
+        {
+            "messages": [said("user", f"<image>{number}?"), said("assistant", "red")],
+            "images": [f"pictures/{_PICTURES[number % len(_PICTURES)]}"],
+        }
+        for number in range(12)
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (directory / "chats.jsonl").write_text(text)
@@ -383,6 +405,13 @@ TARGETS: tuple[Target, ...] = (
         make=_make_chats,
         files=("chats.jsonl",),
         command=("data", "base", *_DATA, "chats.jsonl"),
+        share=8,
+    ),
+    Target(
+        name="images",
+        make=_make_pictures,
+        files=("pictures/*",),
+        command=("data", "base", *_DATA, "chats.jsonl", "--data.val_split_fraction", "0.5"),
         share=8,
     ),
     Target(

@@ -4,11 +4,17 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from huggingface_hub import close_session, constants
+from huggingface_hub import HfFileSystem, close_session, constants
+
+NAME = "some-org/some-data"
+COMMIT = "c" * 40
+TOKEN = "hf_secretsecretsecret"
 
 
 class HubHandler(BaseHTTPRequestHandler):
@@ -89,3 +95,80 @@ def serving(
     server.server_close()
     thread.join()
     close_session()
+
+
+@dataclass
+class DataHub:
+    """Files of a data set that the stand-in serves, and the requests it got."""
+
+    files: dict[str, bytes]
+    gated: bool = False
+    """Only the owner of TOKEN may read."""
+    commit: str = COMMIT
+    transfers: list[str] = field(default_factory=list)
+
+
+def _handler(served: DataHub) -> type[HubHandler]:
+    class Handler(HubHandler):
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.reply_json([entry for entry in self.tree() if entry["path"] in request["paths"]])
+
+        def answer(self) -> None:
+            path = urlsplit(self.path).path
+            file = path.partition("/resolve/")[2].partition("/")[2]
+            revision = path.partition("/resolve/")[2].partition("/")[0]
+            if NAME not in path:
+                self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+            elif served.gated and self.headers["Authorization"] != f"Bearer {TOKEN}":
+                self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
+            elif revision and revision not in ("main", "v1", served.commit):
+                self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            elif file and file in served.files:
+                if self.command == "GET":
+                    served.transfers.append(file)
+                content = served.files[file]
+                etag = {"ETag": f'"{hash(content):x}"', "Accept-Ranges": "bytes"}
+                self.reply(200, content, etag)
+            elif file:
+                self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+            elif "/tree/" in path:
+                self.reply_json(self.tree())
+            else:
+                siblings = [{"rfilename": name} for name in served.files]
+                self.reply_json({"id": NAME, "sha": served.commit, "siblings": siblings})
+
+        def tree(self) -> list[dict[str, object]]:
+            return [
+                {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}"}
+                for name, content in served.files.items()
+            ]
+
+        def reply_json(self, value: object) -> None:
+            self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+            super().reply(status, body, {**headers, "X-Repo-Commit": served.commit})
+
+    return Handler
+
+
+@contextmanager
+def serving_data(hub: DataHub, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
+    """Have the libraries take a data set for one of the hub, although they are imported already.
+
+    Args:
+        hub: what is served.
+        monkeypatch: takes everything back.
+        directory: of caches, and where relative paths begin.
+    """
+    import datasets
+
+    with serving(_handler(hub), monkeypatch, directory) as url:
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", directory / "datasets")
+        monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", directory / "downloads")
+        monkeypatch.setattr(datasets.config, "USE_PARQUET_EXPORT", False)  # of another server
+        monkeypatch.chdir(directory)
+        HfFileSystem.clear_instance_cache()
+        yield

@@ -18,6 +18,7 @@ from ftkit.recipe.parsing import Override, read_recipe, sorted_words
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.readers import NO_TERMS, Terms
 from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import shortened
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.imports import silence_libraries
 
@@ -38,6 +39,7 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
     Inspection,
     LeftOut,
     Lengths,
+    ShownMedium,
     ShownSample,
     SourceNumbers,
     SplitNumbers,
@@ -46,7 +48,8 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
 from ftkit.data.prepare import Prepared  # noqa: E402
 from ftkit.data.records.bad import SKIP, BadData  # noqa: E402
 from ftkit.data.records.hub import as_owner_of  # noqa: E402
-from ftkit.data.samples.sample_set import Sample, SampleSet  # noqa: E402
+from ftkit.data.records.media import MEDIA_KINDS, Medium  # noqa: E402
+from ftkit.data.samples.sample_set import Sample, SampleSet, media_numbers  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
 from ftkit.models.pretrained.hub import (  # noqa: E402
     fetch_settings,
@@ -56,6 +59,7 @@ from ftkit.models.pretrained.hub import (  # noqa: E402
 )
 from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens  # noqa: E402
 from ftkit.utils.progress import print_notice  # noqa: E402
+from ftkit.utils.registry import imported  # noqa: E402
 
 
 def show_data(options: DataOptions) -> int:
@@ -250,6 +254,7 @@ def _split(prepared: Prepared, limit: int) -> SplitNumbers:
         desirable=_desirable(prepared.samples),
         lost_tokens=counts.lost_tokens,
         lengths=lengths_of(prepared.whole_lengths, limit),
+        media=media_numbers([prepared.samples]),
     )
 
 
@@ -281,10 +286,21 @@ def _duplicates(evidence: Evidence) -> Duplicates:
 def _beginnings(
     sets: Sequence[SampleSet], places: Sequence[RecordPlace], tokenizer: Tokenizer
 ) -> list[str]:
-    return [
-        "".join(token_texts(tokenizer, sets[source][i].ids[:_EXAMPLE_TOKENS].tolist())[0])
-        for source, i in places
-    ]
+    return [_beginning(sets[source][i], tokenizer) for source, i in places]
+
+
+def _beginning(sample: Sample, tokenizer: Tokenizer) -> str:
+    """Text of the first tokens of a sample, with a mark for each medium among them."""
+    text, at, room = "", 0, _EXAMPLE_TOKENS
+    for medium in (*sample.media, None):
+        end = len(sample.ids) if medium is None else medium.first
+        shown = sample.ids[at : min(end, at + room)].tolist()
+        text += "".join(token_texts(tokenizer, shown)[0])
+        room -= len(shown)
+        if medium is None or not room:
+            break
+        text, at = f"{text}[{medium.kind}]", medium.end
+    return text
 
 
 def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
@@ -326,7 +342,27 @@ def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> Iterator[Show
             trained=(weights > 0).tolist(),
             weights=weights.tolist(),
             special=special,
+            media=[_shown_medium(medium) for medium in sample.media],
         )
+
+
+_MOST_OF_NAME = 40
+
+
+def _shown_medium(medium: Medium) -> ShownMedium:
+    row = MEDIA_KINDS.get(medium.kind)
+    assert row is not None, "the renderer of these records is of it"
+    look = imported(row.look_place)(medium.file, medium.digest)
+    # Of one that a record holds, the cache has a file with the digest as its name.
+    name = Path(medium.file).name
+    return ShownMedium(
+        kind=medium.kind,
+        name=medium.digest[:8] if name == medium.digest else shortened(name, _MOST_OF_NAME),
+        size=look.size,
+        first=medium.first,
+        end=medium.end,
+        picture=look.picture,
+    )
 
 
 def _shared(chosen: Sample, rejected: Sample) -> int:

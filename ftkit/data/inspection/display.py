@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -14,6 +14,7 @@ from ftkit.data.inspection.inspection import (
     Finding,
     Inspection,
     Lengths,
+    ShownMedium,
     ShownSample,
     SourceNumbers,
     SplitNumbers,
@@ -80,6 +81,8 @@ def _source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
                 yield "", f"such as {shortened(visible(left_out.example), _EXAMPLE_WIDTH)}"
         if split.samples:
             yield "", _token_words(split)
+        for numbers in split.media:
+            yield "", numbers.text
         if split.desirable is not None:
             others = split.samples - split.desirable
             yield "", f"{split.desirable:,} desirable answers, {others:,} undesirable"
@@ -301,25 +304,49 @@ def _fitting(text: str, room: int) -> str:
     return text
 
 
+class _Unit(NamedTuple):
+    """What is shown at once: a token, or all tokens of a medium."""
+
+    first: int
+    """Number of the first token."""
+    text: str
+    weight: float
+    special: bool
+    medium: ShownMedium | None = None
+
+
+def _units(sample: ShownSample) -> list[_Unit]:
+    """The tokens of a sample behind those that are shared, those of a medium as one."""
+    media = {medium.first: medium for medium in sample.media}
+    units, at = list[_Unit](), sample.shared
+    while at < len(sample.ids):
+        medium = media.get(at)
+        if medium is None:
+            units.append(_Unit(at, sample.texts[at], sample.weights[at], sample.special[at]))
+            at += 1
+        else:
+            units.append(_Unit(at, medium.words, 0.0, True, medium))
+            at = medium.end
+    return units
+
+
 def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, bool]]:
     """Pieces of text, their styles, and whether a line of the sample ends behind them."""
     opening, closing, between = _signs(ascii_only)
     end_of_line = "\\n" if ascii_only else "↵"
+    units = _units(sample)
     # More of the beginning: it shows the template.
-    left_out = range(sample.shared + MOST_TOKENS * 2 // 3, len(sample.ids) - MOST_TOKENS // 3)
+    left_out = range(MOST_TOKENS * 2 // 3, len(units) - MOST_TOKENS // 3)
     if sample.shared:
         yield _shared_words(sample), _BETWEEN, True
-    for i, (text, weight, special) in enumerate(
-        zip(sample.texts, sample.weights, sample.special, strict=True)
-    ):
-        if i < sample.shared:
-            continue
+    for i, (_, text, weight, special, _) in enumerate(units):
         if i in left_out:
             if i == left_out.start:
-                yield f" ... {len(left_out):,} tokens ... ", _BETWEEN, True
+                count = units[left_out.stop].first - units[i].first
+                yield f" ... {count:,} tokens ... ", _BETWEEN, True
             continue
         # Brackets around neighbours of one weight, not around each token.
-        if weight and not (i and sample.weights[i - 1] == weight):
+        if weight and not (i and units[i - 1].weight == weight):
             yield opening + _weight_mark(weight), _TRAINED, False
         style = _TRAINED if weight else _MARK if special else ""
         *whole, last = text.split("\n")
@@ -328,8 +355,8 @@ def _pieces(sample: ShownSample, ascii_only: bool) -> Iterator[tuple[str, str, b
         for line in whole:
             yield visible(line) + end_of_line, style, True
         yield visible(last.removesuffix("\n")) + end_of_line * last.endswith("\n"), style, False
-        goes_on = i + 1 < len(sample.ids) and sample.weights[i + 1] == weight
-        ends = i + 1 == len(sample.ids) or last.endswith("\n")
+        goes_on = i + 1 < len(units) and units[i + 1].weight == weight
+        ends = i + 1 == len(units) or last.endswith("\n")
         if weight and not goes_on:
             yield closing, _TRAINED, ends
         else:
@@ -446,17 +473,30 @@ def _html_tokens(sample: ShownSample) -> Iterator[str]:
     if sample.shared:
         yield f'<span style="opacity:0.7">{_shared_words(sample)}</span>\n'
     before = 0.0
-    columns = zip(sample.ids, sample.texts, sample.weights, sample.special, strict=True)
-    for token, text, weight, special in islice(columns, sample.shared, None):
+    for first, text, weight, special, medium in _units(sample):
         if before and before != weight:
             yield "</span>"
         if weight and before != weight:
             yield f'<span style="{_TRAINED_CSS}">'
             yield f"<sup>{_weight_mark(weight)}</sup>" if weight != 1 else ""
         before = weight
-        yield _html_token(text, _MARK_CSS if special else _TOKEN_CSS, token)
+        if medium is not None and medium.picture:
+            yield _html_picture(medium)
+        else:
+            yield _html_token(text, _MARK_CSS if special else _TOKEN_CSS, sample.ids[first])
     if before:
         yield "</span>"
+
+
+def _html_picture(medium: ShownMedium) -> str:
+    """A small picture in the place of its tokens, with its description below."""
+    words = escaped(visible(medium.words))
+    return (
+        '<span style="display:inline-block;vertical-align:middle;margin:0.2em;max-width:160px">'
+        f'<img src="{escaped(medium.picture)}" alt="{words}" title="{words}" '
+        'style="display:block;max-width:160px;max-height:160px;margin:0">'
+        f'<span style="{_MARK_CSS};border:none;font-size:0.8em">{words}</span></span>'
+    )
 
 
 def _html_token(text: str, style: str, token: int | None = None) -> str:

@@ -50,7 +50,7 @@ class _FoundDuplicates:
 
 
 def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _FoundDuplicates:
-    """Find samples with the same tokens, regardless of which tokens are trained.
+    """Find samples with the same tokens and media, regardless of which tokens are trained.
 
     A few tokens of each sample distinguish nearly all; only samples that agree in these are read in
     full. So a million samples take about a second. The tokens of a pair are those of both answers.
@@ -76,11 +76,8 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
         for index in np.flatnonzero(alike[start : start + len(samples)]).tolist():
             ids = tokens[offsets[index] : offsets[index + 1]]
             # Hashes, because the tokens of many long samples would fill memory.
-            digest = hashlib.blake2b(ids.data, digest_size=16)
-            if samples.arrays.media is not None:  # other pictures may have the same tokens
-                media = (one.digest for own in samples.sequences(index) for one in own.media)
-                digest.update("".join(media).encode())
-            key = digest.digest()
+            content = _media_of(samples, index) + ids.tobytes()
+            key = hashlib.blake2b(content, digest_size=16).digest()
             if not is_val:
                 if key in seen:
                     repeats.append((number, index))
@@ -99,6 +96,14 @@ def find_duplicates(train: Sequence[SampleSet], val: Sequence[SampleSet]) -> _Fo
         train_places=tuple(repeats[:_MOST_EXAMPLES]),
         val_in_train_places=tuple(shared[:_MOST_EXAMPLES]),
     )
+
+
+def _media_of(samples: SampleSet, index: int) -> bytes:
+    """Digests of the media of a sample: the same tokens may stand for other images."""
+    if samples.arrays.media is None:
+        return b""
+    media = (medium for sequence in samples.sequences(index) for medium in sequence.media)
+    return b"".join(bytes.fromhex(medium.digest) for medium in media)
 
 
 def _keys(samples: SampleSet) -> npt.NDArray[np.uint64]:

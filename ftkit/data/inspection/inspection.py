@@ -1,9 +1,10 @@
 """Inspection of a recipe's data, as plain values for text, page and JSON."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.media import MediaNumbers
 
 FindingKind = Literal[
     "bad_records",
@@ -122,6 +123,8 @@ class SplitNumbers:
     """Tokens that are cut off, dropped or skipped."""
     lengths: Lengths | None
     """None: no record became a sample."""
+    media: list[MediaNumbers] = field(default_factory=list)
+    """About the images and other media of its samples, by kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +154,7 @@ class SourceNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Duplicates:
-    """Samples whose tokens are those of another one."""
+    """Samples whose tokens and media are those of another one."""
 
     train: int
     """Training samples that repeat an earlier one."""
@@ -166,6 +169,27 @@ class Duplicates:
 
 
 Answer = Literal["chosen", "rejected"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownMedium:
+    """A medium of a sample, such as an image."""
+
+    kind: str
+    name: str
+    """Name of its file."""
+    size: str
+    """In words, such as 640 x 480."""
+    first: int
+    """First of its tokens, among those of the sample."""
+    end: int
+    picture: str
+    """Url with a small picture of it, data:image/jpeg;base64,...; "": there is none."""
+
+    @property
+    def words(self) -> str:
+        """Description in the place of its tokens."""
+        return f"[{self.kind} {self.name}, {self.size}, {self.end - self.first:,} tokens]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +214,8 @@ class ShownSample:
     """Weight of the loss of each; 0: it carries none."""
     special: list[bool]
     """Whether each is a special token of the tokenizer, such as BOS."""
+    media: list[ShownMedium] = field(default_factory=list)
+    """Its images and other media, in the order of their tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftkit.data.records.media import MediaFile
 from ftkit.data.records.record import Misfit
 from ftkit.errors import UserError
 
@@ -39,6 +40,8 @@ class BadKind:
     count: int = 0
     places: list[str] = field(default_factory=list)
     """Where the first ones are."""
+    files: list[MediaFile] = field(default_factory=list)
+    """Files that they name and that cannot be used."""
 
     @property
     def where(self) -> str:
@@ -63,6 +66,7 @@ class BadRecords:
             )
             known.count += kind.count
             known.places = [*known.places, *kind.places][:_MOST_PLACES]
+            known.files += kind.files
 
     @property
     def kinds(self) -> tuple[BadKind, ...]:
@@ -74,7 +78,7 @@ class BadRecords:
         """Number of all bad records."""
         return sum(kind.count for kind in self._kinds.values())
 
-    def add(self, place: str, message: str, value: Any) -> None:
+    def add(self, place: str, message: str, value: Any, file: MediaFile | None = None) -> None:
         """Count a bad record.
 
         Args:
@@ -82,6 +86,7 @@ class BadRecords:
             message: completes a sentence that begins with the place; its remedy is on a line of
                 its own.
             value: what was read.
+            file: that it names and that cannot be used; None: there is none.
         """
         said, _, _ = message.partition("\n")
         said = said.lstrip(" :,").partition("; ")[0].partition(". ")[0].rstrip(".")
@@ -96,6 +101,8 @@ class BadRecords:
         kind.count += 1
         if len(kind.places) < _MOST_PLACES:
             kind.places.append(place)
+        if file is not None:
+            kind.files.append(file)
 
     def refusal(self, records: int, *, may_skip: bool) -> UserError:
         """The error that lists every kind: a BadData if the others could be used.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ftkit.data.records.keys import (
@@ -13,6 +14,7 @@ from ftkit.data.records.keys import (
     is_empty,
     is_turns,
 )
+from ftkit.data.records.media import MEDIA, column_values, is_column, with_marks
 from ftkit.data.records.record import Misfit, Record, Shape, check_text, keys_of, kind_of
 from ftkit.data.records.shape_rows import (
     CONVERSATION,
@@ -109,8 +111,12 @@ def instruction_form(row: dict[str, Any], columns: Mapping[str, str], *, answere
 
 
 def _keeps_beside_instruction(key: str, item: Any, record: Record) -> bool:
+    if is_column(key, record):
+        return True
     kept = {"history": "history", "system": "sys_prompt"}.get(key)
-    return kept in record and (key == "history" or record["sys_prompt"] == item)
+    # With places in it, a system prompt is no longer what was read.
+    is_same = key == "history" or MEDIA in record or record.get("sys_prompt") == item
+    return kept in record and is_same
 
 
 def completion_form(row: dict[str, Any], columns: Mapping[str, str], *, answered: bool) -> Form:
@@ -187,7 +193,31 @@ def instruction_record(
         for pair in record["history"]:
             for text in pair:
                 check_text(text, "history")
-    return record
+    return _with_media(record, row)
+
+
+def _with_media(record: Record, row: dict[str, Any]) -> Record:
+    """An instruction record with the media of its row, in the order of its conversation."""
+    if not column_values(row):
+        return record
+    named = [key for key in ("instruction", "input", "output") if key in record]
+    history = record.get("history", [])
+    texts = [record.get("sys_prompt", ""), *chain.from_iterable(history)]
+    made, media = with_marks([*texts, *(record[key] for key in named)], row)
+    if not media:
+        return record
+    system, *turns = made[: len(texts)]
+    return (
+        record
+        | ({"sys_prompt": system} if "sys_prompt" in record else {})
+        | (
+            {"history": [list(pair) for pair in zip(turns[::2], turns[1::2], strict=True)]}
+            if history
+            else {}
+        )
+        | dict(zip(named, made[len(texts) :], strict=True))
+        | {MEDIA: media}
+    )
 
 
 def completion_record(row: dict[str, Any], required: Sequence[str]) -> Record:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ftkit.data.records.keys import is_empty
 from ftkit.data.records.record import Misfit, Record
 from ftkit.errors import UserError
+from ftkit.utils.console.formatting import percent_text
 from ftkit.utils.registry import Registry, imported
 
 MEDIA = "media"
@@ -41,6 +43,62 @@ class Medium(NamedTuple):
     end: int
     size: int
     """What it costs to encode, in units of its kind: patches of an image."""
+    is_relative: bool = False
+    """Whether its path is given relative to the file of its record, with which it moves."""
+
+
+class MediaFile(NamedTuple):
+    """A file of media."""
+
+    kind: str
+    digest: str
+    """SHA-256 of what it held; "": it could not be used."""
+    file: str
+    is_relative: bool
+    """As of a `Medium`."""
+
+
+class BadMedium(Misfit):
+    """A medium of a record cannot be used as it is now."""
+
+    def __init__(self, message: str, file: MediaFile | None = None) -> None:
+        """Take the message of a `Misfit` and, of a medium that lies in a file, the file."""
+        super().__init__(message)
+        self.file = file
+
+
+class Look(NamedTuple):
+    """How a medium is shown to people."""
+
+    size: str
+    """In words, such as 640 x 480."""
+    picture: str
+    """Url with its content, data:image/jpeg;base64,...; "": there is no picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaNumbers:
+    """Numbers about the media of one kind in some samples."""
+
+    kind: str
+    count: int
+    """Places in samples; a file may have several."""
+    least_tokens: int
+    """Tokens of the smallest one."""
+    median_tokens: int
+    most_tokens: int
+    share: float
+    """Their tokens among all of the samples."""
+
+    @property
+    def text(self) -> str:
+        """Description on one line, such as "12 images of 4 to 30 tokens, median 9"."""
+        least, most = self.least_tokens, self.most_tokens
+        each = f"{least:,} to {most:,} tokens, median {self.median_tokens:,}"
+        if least == most:
+            each = f"{least:,} token{'s' * (least != 1)}"
+        named = f"{self.count:,} {self.kind}{'s' * (self.count != 1)}"
+        return f"{named} of {each}; {percent_text(self.share)} of all tokens"
 
 
 class Found(NamedTuple):
@@ -65,13 +123,21 @@ class MediaKind:
     """Types of content parts that hold one."""
     reference_place: str
     """MODULE:FUNCTION that takes a value of such a column or part and the directory of its file of
-    records, or None, and returns the object of a canonical record; it raises Misfit for a value
-    that it cannot read."""
+    records, or None, and by name names_files, whether it may be a file of this machine. It returns
+    the object of a canonical record: file, sha256 and is_relative, and
+    raises a Misfit for a value that it cannot read: BadMedium where it names a file."""
+    settings_place: str
+    """MODULE:FUNCTION that takes the directory of a base model and returns what of it decides how
+    such media become tokens and tensors, as JSON values; None: it takes none."""
     renderer_place: str
     """MODULE:FUNCTION that takes a part and its tokenizer, and returns the renderer of records with
     such media, which has their reader; None for a tokenizer: texts alone are needed."""
     prompter_place: str
     """MODULE:CLASS of the `Prompter` of such media."""
+    look_place: str
+    """MODULE:FUNCTION that takes a file and its digest, and returns the `Look` of the medium."""
+    advice: Mapping[str, str]
+    """What to do about records that the renderer refuses, by the beginning of the reason."""
     encoder_place: str
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` of models that take them."""
     simulated_place: str
@@ -80,7 +146,11 @@ class MediaKind:
 
 
 class Prompter(Protocol):
-    """Makes prompts with media; it is made of a chat template and the tokenizer of a base model."""
+    """Makes prompts with media.
+
+    It is made of a chat template, the tokenizer of a base model, and options of the data that the
+    model was trained on.
+    """
 
     template: Any
     """The template whose texts have the character of a place for each medium."""
@@ -151,7 +221,7 @@ def numbered(messages: Iterable[Record]) -> tuple[list[Record], list[dict[str, A
     for message in messages:
         own = {key: value for key, value in message.items() if key != MEDIA}
         if MEDIA in message:
-            own["content"] = moved(message["content"], len(media))
+            own["content"] = moved_places(message["content"], len(media))
             media += message[MEDIA]
         made.append(own)
     return made, media
@@ -173,7 +243,7 @@ def as_given(record: Record) -> Record:
     return made | {"messages": messages}
 
 
-def with_files(text: str, kind: str, files: Iterable[str]) -> Record:
+def asked_with(text: str, kind: str, files: Iterable[str]) -> Record:
     """Return a message of a user with media before its text.
 
     Args:
@@ -194,13 +264,65 @@ def with_files(text: str, kind: str, files: Iterable[str]) -> Record:
     return message | {MEDIA: media} if media else message
 
 
-def moved(text: str, by: int) -> str:
-    """Return a text whose places have other numbers.
+def column_values(row: Mapping[str, Any]) -> dict[str, tuple[MediaKind, str, list[Any]]]:
+    """Return the columns of media of a row by their kind: kind, key and values."""
+    return {
+        kind.name: (kind, key, value if isinstance(value, list) else [value])
+        for kind in MEDIA_KINDS
+        for key in kind.columns
+        # A number of an ordinary table, such as a count of images.
+        if not is_empty(value := row.get(key)) and not isinstance(value, bool | int | float)
+    }
+
+
+def explain_counts(kind: MediaKind, key: str, values: Sequence[Any], places: int) -> Misfit:
+    """A record has other media in a column than places for them in its texts."""
+    return Misfit(
+        f": {key} has {len(values)}, but the texts have {places} place{'s' * (places != 1)} for "
+        f"them ({kind.mark} in a text, or a part of the type {kind.parts[0]}).\n"
+        f"Correct {key} or the texts, or remove the record."
+    )
+
+
+def with_marks(texts: Sequence[str], row: Mapping[str, Any]) -> tuple[list[str], list[Found]]:
+    """Put places in texts for the marks of columns of media.
 
     Args:
-        text: any.
-        by: what is added to each number.
+        texts: of a record, in their order.
+        row: that it was read from.
+
+    Raises:
+        Misfit: a column has more media than there are marks of it, or fewer.
     """
+    made, found = [*texts], list[Found]()
+    for kind, key, values in column_values(row).values():
+        places = sum(text.count(kind.mark) for text in texts)
+        # A text may be the name of a file of a table, which nothing else is about.
+        if not places and isinstance(row[key], str):
+            continue
+        if places != len(values) or places > MOST_MEDIA:
+            raise explain_counts(kind, key, values, places)
+        if found or any(PLACES.search(text) for text in texts):
+            raise Misfit(
+                " has media of several kinds, or characters from U+F0000 to U+FFFFD, which stand "
+                "for media.\nRemove one of the kinds, or these characters."
+            )
+        for number, text in enumerate(texts):
+            first, *rest = text.split(kind.mark)
+            for piece in rest:
+                found.append(Found(kind.name, values[len(found)], f", {key} {len(found) + 1}"))
+                first += place_of(len(found) - 1) + piece
+            made[number] = first
+    return made, found
+
+
+def is_column(key: str, record: Record) -> bool:
+    """Whether a key of a row holds the media of its record."""
+    return MEDIA in record and kind_of_column(key) is not None
+
+
+def moved_places(text: str, by: int) -> str:
+    """A text whose places have other numbers."""
     return PLACES.sub(lambda place: place_of(number_of(place.group()) + by), text)
 
 
@@ -209,16 +331,17 @@ def kinds_in(records: Iterable[Record]) -> tuple[str, ...]:
     return tuple(sorted({one["kind"] for record in records for one in record.get(MEDIA, ())}))
 
 
-def with_references(record: Record, folder: Path | None) -> Record:
+def with_references(record: Record, folder: Path | None, *, names_files: bool = True) -> Record:
     """Return a record that was read with its media as canonical records have them.
 
     Args:
         record: perhaps with media that were found.
         folder: of the file that it was read from; None: it has none.
+        names_files: whether it may name files of this machine; one that was downloaded may not.
 
     Raises:
-        Misfit: a medium is not there, or nothing that can be read; or an answer of several has
-            some.
+        BadMedium: a medium is not there, or nothing that can be read.
+        Misfit: an answer of several has some.
     """
     for key, inside in record.items():
         if isinstance(inside, dict) and MEDIA in inside:
@@ -231,24 +354,52 @@ def with_references(record: Record, folder: Path | None) -> Record:
     media = []
     for kind, value, where in record[MEDIA]:
         try:
-            media.append(reference_to(kind, value, folder))
+            media.append(reference_to(kind, value, folder, names_files=names_files))
         except Misfit as misfit:
-            raise Misfit(f"{where}{misfit}") from None
+            file = misfit.file if isinstance(misfit, BadMedium) else None
+            raise BadMedium(f"{where}{misfit}", file) from None
     return record | {MEDIA: media}
 
 
-def reference_to(kind: str, value: Any, folder: Path | None) -> dict[str, Any]:
+def files_of(record: Record) -> list[MediaFile]:
+    """Files of the media of a canonical record."""
+    return [
+        MediaFile(one["kind"], one["sha256"], one["file"], one["is_relative"])
+        for one in record.get(MEDIA, ())
+    ]
+
+
+def with_files(record: Record, place: Callable[[str], str]) -> Record:
+    """Return a canonical record whose media with relative paths lie elsewhere.
+
+    Args:
+        record: in canonical form.
+        place: function that gives where such a file lies.
+    """
+    if MEDIA not in record:
+        return record
+    media = [
+        one | {"file": place(one["file"])} if one["is_relative"] else one for one in record[MEDIA]
+    ]
+    return record | {MEDIA: media}
+
+
+def reference_to(
+    kind: str, value: Any, folder: Path | None, *, names_files: bool = True
+) -> dict[str, Any]:
     """Return the object of a canonical record for a medium.
 
     Args:
         kind: of the medium.
         value: as it was read or given.
         folder: in which relative paths begin; None: nowhere.
+        names_files: as of `with_references`.
 
     Raises:
         Misfit: it is not there, or nothing that can be read.
     """
-    return {"kind": kind, **imported(media_row(kind).reference_place)(value, folder)}
+    found = imported(media_row(kind).reference_place)(value, folder, names_files=names_files)
+    return {"kind": kind, **found}
 
 
 def _names(record: Record) -> str:

@@ -102,6 +102,8 @@ def read_hub(
         UserError: the data set cannot be read, or a record does not fit.
     """
     data, reader = HubData(name), reader_of(columns, preference=preference, keeps_bad=True)
+    # Whoever wrote the data set says nothing about files of this machine.
+    reader.names_files = False
     val_split = None if whole else data.val_split
     splits: dict[str, Rows] = {
         part: (data.rows(split), partial(data.place, split))

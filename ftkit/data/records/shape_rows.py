@@ -43,6 +43,8 @@ class ShapeRow:
     uses: frozenset[str] = frozenset()
     """Keys with a meaning in other programs that its reader reads or refuses itself, or that mean
     nothing beside such a record; others are refused by name."""
+    takes_media: bool = False
+    """Whether its reader takes columns of media with marks in the texts."""
     is_of_plugins: bool = False
     """Whether only a plugin gives such records: they mean nothing without its tokenizer."""
 
@@ -133,6 +135,7 @@ RECORD_SHAPES = Registry(
                 "output": ("answer", "response", "completion", "target", "targets", "solution"),
             },
             uses=frozenset({"history"}),
+            takes_media=True,
             form_place="ftkit.data.records.forms:instruction_form",
             renderer_place="ftkit.data.rendering:InstructionRenderer",
             train_on="assistant",

@@ -18,7 +18,7 @@ from ftkit.data.records.keys import (
     is_record_weight,
     record_weight,
 )
-from ftkit.data.records.media import with_references
+from ftkit.data.records.media import MEDIA_KINDS, BadMedium, with_references
 from ftkit.data.records.record import Misfit, Record, has_weights, keys_of, kind_of
 from ftkit.data.records.rows import until_filled, values_of_cells, without_nulls
 from ftkit.data.records.shape_rows import (
@@ -69,6 +69,8 @@ class RecordReader:
 
     _is_one_answer = True
     """Whether a row may be a record of any shape, as others are."""
+    names_files = True
+    """Whether rows may name files of this machine; rows that were downloaded may not."""
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class RecordReader:
         # Names inside values say nothing about the shape.
         self._inside = {ours: name for ours, name in every.items() if ours in inside}
         self._deciding = frozenset(key for one in RECORD_SHAPES for key in one.keys)
+        self._media_columns = frozenset(key for kind in MEDIA_KINDS for key in kind.columns)
         self._found: set[str] = set()
         self._answered = answered
         self._form: Form | None = None
@@ -124,13 +127,15 @@ class RecordReader:
                 if isinstance(value, Misfit):
                     raise value
                 record = self._record(value, self._renamed(value))
-                records.append(with_references(record, _folder_of(number)))
+                folder = _folder_of(number)
+                records.append(with_references(record, folder, names_files=self.names_files))
             except (Misfit, RecursionError) as error:
                 if isinstance(error, Misfit):
                     message = self._explained(error, value)
                 else:
                     message, value = ", cannot be read: nested too deeply.\nRemove it.", Misfit("")
-                self.bad.add(place(number), message, value)
+                file = error.file if isinstance(error, BadMedium) else None
+                self.bad.add(place(number), message, value, file)
                 self._form = known  # a bad record decides nothing
         if self.bad.count and not self._keeps_bad:
             raise self.bad.refusal(len(records) + self.bad.count, may_skip=False)
@@ -181,8 +186,11 @@ class RecordReader:
         # an ordinary record, by its chosen answer or by neither.
         elif not self._columns and is_preference(row):
             raise Refusal(_explain_preference(row))
-        uses, named = shape_row(self._form.shape).uses, bool(self._columns)
-        check_record_keys(row, uses, answered=self._answered, named=named)
+        shape, checked = shape_row(self._form.shape), row
+        if shape.takes_media and not self._media_columns.isdisjoint(row):
+            checked = {key: row[key] for key in row if key not in self._media_columns}
+        named = bool(self._columns)
+        check_record_keys(checked, shape.uses, answered=self._answered, named=named)
         record = self._form.convert(row)
         if (weight := record_weight(row)) != 1:
             record["weight"] = weight
@@ -232,7 +240,7 @@ class RecordReader:
 
     def _explained(self, misfit: Misfit, value: Any) -> str:
         """Explain why a row does not fit; it may have another shape."""
-        if isinstance(misfit, Refusal) or misfit is value:
+        if isinstance(misfit, Refusal | BadMedium) or misfit is value:
             return str(misfit)
         if columns := self._columns | self._inside:
             read = ", ".join(f"{ours} from {theirs}" for ours, theirs in columns.items())

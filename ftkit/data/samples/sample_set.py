@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from ftkit.data.media import MediaReader
-from ftkit.data.records.media import Medium
+from ftkit.data.records.media import MediaFile, MediaNumbers, Medium
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import IntArray
 
@@ -140,7 +141,7 @@ class SampleArrays(NamedTuple):
     media_offsets: IntArray | None = None
     """[sequences + 1], where the media of each sequence start, and the end."""
     media_files: npt.NDArray[np.uint8] | None = None
-    """A JSON list in UTF-8: kind, digest and file of each file."""
+    """A JSON list in UTF-8: each `MediaFile`; also of media of records that are no samples."""
 
 
 class SampleSet(Samples):
@@ -160,6 +161,7 @@ class SampleSet(Samples):
         *,
         per_sample: int = 1,
         fingerprint: str | None = None,
+        media_folder: str = "",
     ) -> None:
         """Wrap arrays of sequences with at least one label each.
 
@@ -175,6 +177,7 @@ class SampleSet(Samples):
             media_files: that they are of.
             per_sample: neighbours that are one sample.
             fingerprint: if it is known.
+            media_folder: in which relative paths of files of media begin.
         """
         assert (len(offsets) - 1) % per_sample == 0
         self.arrays = SampleArrays(
@@ -182,7 +185,7 @@ class SampleSet(Samples):
             *(media, media_offsets, media_files),
         )
         self.per_sample = per_sample
-        self._fingerprint = fingerprint
+        self._fingerprint, self._media_folder = fingerprint, media_folder
 
     @classmethod
     def of(cls, samples: Iterable[Rendered], *, per_sample: int = 1) -> "SampleSet":
@@ -217,7 +220,11 @@ class SampleSet(Samples):
         if media is None or offsets is None:
             return ()
         rows = media[offsets[place] : offsets[place + 1]].tolist()
-        return tuple(Medium(*self._files[file], *numbers) for file, *numbers in rows)
+        made = []
+        for number, first, end, size in rows:
+            kind, digest, file, is_relative = self.media_files[number]
+            made.append(Medium(kind, digest, file, first, end, size, is_relative))
+        return tuple(made)
 
     @cached_property
     def media_sizes(self) -> IntArray | None:
@@ -230,10 +237,16 @@ class SampleSet(Samples):
         return sizes
 
     @cached_property
-    def _files(self) -> list[tuple[str, str, str]]:
-        """Kind, digest and file of each file of media."""
+    def media_files(self) -> list[MediaFile]:
+        """Files of the media of all records, also of those that are no samples."""
         files = self.arrays.media_files
-        return [] if files is None else [(k, d, f) for k, d, f in json.loads(files.tobytes())]
+        if files is None:
+            return []
+        found = (MediaFile(*values) for values in json.loads(files.tobytes()))
+        return [
+            one._replace(file=str(Path(self._media_folder, one.file))) if one.is_relative else one
+            for one in found
+        ]
 
     @cached_property
     def lengths_by_sequence(self) -> IntArray:
@@ -321,13 +334,42 @@ class SampleSet(Samples):
             masks.append((desirable, "|b1"))
         if media is not None and media_offsets is not None:
             # What the files hold, not where they lie.
-            digests = b"".join(bytes.fromhex(digest) for _, digest, _ in self._files)
-            of_media = np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)[media[:, 0]]
+            digests = b"".join(
+                bytes.fromhex(self.media_files[number].digest) for number in media[:, 0].tolist()
+            )
+            of_media = np.frombuffer(digests, dtype=np.uint8).reshape(-1, 32)
             masks += [(of_media, "u1"), (media[:, 1:3], "<i4"), (media_offsets, "<i8")]
         digest = hashlib.sha256(b"" if self.per_sample == 1 else b"%d" % self.per_sample)
         for values, dtype in [(tokens, "<i4"), (offsets, "<i8"), *masks]:
             digest.update(np.ascontiguousarray(values, dtype=dtype).data)
         return digest.hexdigest()
+
+
+def media_numbers(sets: Iterable[SampleSet]) -> list[MediaNumbers]:
+    """Numbers about the media in samples, by kind."""
+    tokens, found = 0, dict[str, list[IntArray]]()
+    for one in sets:
+        tokens += len(one.arrays.tokens)
+        if (media := one.arrays.media) is None:
+            continue
+        kinds = np.array([file.kind for file in one.media_files])[media[:, 0]]
+        for kind in np.unique(kinds).tolist():
+            spans = media[kinds == kind, 1:3].astype(np.int64)
+            found.setdefault(kind, []).append(spans[:, 1] - spans[:, 0])
+    made = []
+    for kind, groups in sorted(found.items()):
+        each = np.concatenate(groups)
+        made.append(
+            MediaNumbers(
+                kind=kind,
+                count=len(each),
+                least_tokens=int(each.min()),
+                median_tokens=int(np.percentile(each, 50, method="higher")),
+                most_tokens=int(each.max()),
+                share=float(each.sum() / tokens),
+            )
+        )
+    return made
 
 
 class SampleRows:
@@ -341,7 +383,7 @@ class SampleRows:
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
         self._desirable = bytearray()
         self._media, self._media_offsets = array("i"), array("q", [0])
-        self._media_files: dict[tuple[str, str, str], int] = {}
+        self._media_files: dict[MediaFile, int] = {}
 
     def extend(self, samples: Iterable[Rendered]) -> None:
         """Append the sequences of samples."""
@@ -355,10 +397,15 @@ class SampleRows:
             if desirable is not None:
                 self._desirable.append(desirable)
             for medium in media:
-                file = (medium.kind, medium.digest, medium.file)
+                file = MediaFile(medium.kind, medium.digest, medium.file, medium.is_relative)
                 number = self._media_files.setdefault(file, len(self._media_files))
                 self._media.extend((number, medium.first, medium.end, medium.size))
             self._media_offsets.append(len(self._media) // 4)
+
+    def note_files(self, files: Iterable[MediaFile]) -> None:
+        """Note files of a record, which decide whether it becomes a sample."""
+        for file in files:
+            self._media_files.setdefault(file, len(self._media_files))
 
     def finish(self) -> SampleSet:
         """Return the samples; none can be added after."""
@@ -375,13 +422,15 @@ class SampleRows:
         )
 
     def _finished_media(self) -> tuple[Any, Any, Any]:
-        if not self._media:
+        if not self._media_files:
             return None, None, None
-        files = json.dumps([*self._media_files]).encode()
+        files = np.frombuffer(json.dumps([*self._media_files]).encode(), dtype=np.uint8)
+        if not self._media:
+            return None, None, files
         return (
             np.frombuffer(self._media, dtype=np.int32).reshape(-1, 4),
             np.frombuffer(self._media_offsets, dtype=np.int64),
-            np.frombuffer(files, dtype=np.uint8),
+            files,
         )
 
 

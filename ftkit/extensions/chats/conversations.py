@@ -7,7 +7,7 @@ from typing import Any
 
 from ftkit.data.records.forms import Form
 from ftkit.data.records.keys import CONVERSATION_KEYS, Refusal, is_empty
-from ftkit.data.records.media import MEDIA_KINDS, kind_of_part
+from ftkit.data.records.media import MEDIA, PLACES, is_column, moved_places
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 from ftkit.data.records.shape_rows import CONVERSATION
 from ftkit.extensions.chats.marks import (
@@ -18,7 +18,7 @@ from ftkit.extensions.chats.marks import (
     mark_of,
     unused_of,
 )
-from ftkit.extensions.chats.media import MediaOfRow
+from ftkit.extensions.chats.media import MediaOfRow, keys_of_part
 from ftkit.extensions.chats.record_shapes import ROWS
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.utils.names import nearest
@@ -83,19 +83,14 @@ def _form(said: str, keys: tuple[str, ...], convert: Callable[[dict[str, Any]], 
         shape=CONVERSATION,
         keys=said,
         convert=convert,
-        used=frozenset((*keys, *_columns_of_media(), "tools", "functions", "system", ARGUMENTS)),
-        keeps=_keeps_argument,
+        used=frozenset((*keys, "tools", "functions", "system", ARGUMENTS)),
+        keeps=_keeps,
         unused_inside=partial(_unused_inside, keys),
     )
 
 
-def _columns_of_media() -> Iterator[str]:
-    for kind in MEDIA_KINDS:
-        yield from kind.columns
-
-
-def _keeps_argument(key: str, item: Any, record: Record) -> bool:
-    return key in record.get(ARGUMENTS, {})
+def _keeps(key: str, item: Any, record: Record) -> bool:
+    return key in record.get(ARGUMENTS, {}) or is_column(key, record)
 
 
 def _unused_inside(
@@ -166,7 +161,7 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
         messages.append({"role": "user", "content": "\n\n".join(part for part in parts if part)})
     if "output" in record:
         messages.append({"role": "assistant", "content": record["output"]})
-    kept = {key: record[key] for key in ("weight", "desirable") if key in record}
+    kept = {key: record[key] for key in ("weight", "desirable", MEDIA) if key in record}
     return {"messages": messages} | kept
 
 
@@ -181,8 +176,18 @@ def as_rendered(record: Record, *, keeps_input: bool, drop_system: bool) -> Reco
     made = record if "messages" in record else conversation_of(record, keeps_input=keeps_input)
     messages = made["messages"]
     if drop_system and len(messages) > 1 and messages[0]["role"] == "system":
-        return made | {"messages": messages[1:]}
+        return _without_first(made)
     return made
+
+
+def _without_first(record: Record) -> Record:
+    """A conversation without its first message and the media of that."""
+    first, *others = record["messages"]
+    count = len(PLACES.findall(first["content"]))
+    if not count:
+        return record | {"messages": others}
+    messages = [one | {"content": moved_places(one["content"], -count)} for one in others]
+    return record | {"messages": messages, MEDIA: record[MEDIA][count:]}
 
 
 def role_of(turn: Any) -> str | None:
@@ -211,8 +216,8 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
         if not turn.keys() <= _OF_MESSAGES[sender]:
             yield from unused_of((turn,), _OF_MESSAGES[sender], key)
         if isinstance(parts := turn.get(said), list):
-            texts = [part for part in parts if kind_of_part(part) is None]
-            yield from unused_of(texts, _OF_PARTS, f"{key}.{said}")
+            for part in parts:
+                yield from unused_of((part,), _OF_PARTS | keys_of_part(part), f"{key}.{said}")
 
 
 def _conversation(messages: list[Record], row: dict[str, Any], media: MediaOfRow) -> Record:

@@ -6,17 +6,20 @@ from typing import Any
 from ftkit.data.records.keys import is_empty
 from ftkit.data.records.media import (
     MEDIA,
-    MEDIA_KINDS,
     MOST_MEDIA,
     PLACES,
     Found,
     MediaKind,
+    column_values,
+    explain_counts,
     kind_of_part,
     number_of,
     place_of,
 )
 from ftkit.data.records.record import Misfit, Record
 
+_VALUES = ("url", "path", "content", "value")
+"""Keys of a content part that may hold a medium, beside its types."""
 _CORRECT = "Correct or remove the record."
 
 
@@ -29,16 +32,7 @@ class MediaOfRow:
         Args:
             row: what was read.
         """
-        columns = [
-            (kind, key, row[key])
-            for kind in MEDIA_KINDS
-            for key in kind.columns
-            if not is_empty(row.get(key)) and not isinstance(row[key], bool | int | float)
-        ]
-        self._columns = {
-            kind.name: (kind, key, value if isinstance(value, list) else [value])
-            for kind, key, value in columns
-        }
+        self._columns = column_values(row)
         self._found: list[tuple[str, Any, str]] = []
         """Kind, value and place of each; a value of None comes from a column."""
 
@@ -79,11 +73,7 @@ class MediaOfRow:
             found.append(Found(kind, value, where))
         for name, (row, key, values) in self._columns.items():
             if counts[name] != len(values):
-                raise Misfit(
-                    f": {key} has {len(values)}, but the messages have {counts[name]} places for "
-                    f"them ({row.mark} in a text, or a part of the type {row.parts[0]}).\n"
-                    f"Correct {key} or the texts, or remove the record."
-                )
+                raise explain_counts(row, key, values, counts[name])
         for kind, value, where in found:
             if value is None:
                 raise Misfit(f"{where} is an {kind} without a file.\n{_CORRECT}")
@@ -125,8 +115,16 @@ class MediaOfRow:
         return place_of(len(self._found) - 1)
 
 
+def keys_of_part(part: Any) -> frozenset[str]:
+    """Keys that are read of a content part that is a medium; none: it is no medium."""
+    kind = kind_of_part(part)
+    return frozenset() if kind is None else frozenset(("type", "base64", *kind.parts, *_VALUES))
+
+
 def _value_of(part: Mapping[str, Any], kind: MediaKind) -> Any:
     """What a content part holds, under any of the keys that programs use; None: nothing."""
-    keys = (*kind.parts, "url", "path", "base64", "content", "value")
-    found = (part[key] for key in keys if not is_empty(part.get(key)))
-    return next(found, None)
+    found = (part[key] for key in (*kind.parts, *_VALUES) if not is_empty(part.get(key)))
+    text = part.get("base64")
+    if isinstance(text, str) and text and not text.startswith("data:"):
+        return {"bytes": text}
+    return next(found, text)

@@ -309,6 +309,9 @@ class ChatRenderer(Renderer):
         # What stands behind an added token is encoded for itself: only the end of a prompt, which
         # is the same in most, has to be compared.
         last = next((i for i in range(first - 1, 0, -1) if ids[i] in self._added_ids), 0)
+        # Tokens of one character belong together: those of an image.
+        while last and offsets[last - 1] == offsets[last]:
+            last -= 1
         begin = offsets[last][0] if last else 0
         prompt = self._encoded_end(text[begin:start])
         end = last + len(prompt.ids)

@@ -317,7 +317,10 @@ ROWS = rows_by_key(
     part("model_quantization_config", "text", "quantize", None,
          "a model published packed is unpacked"),
     *idle("see model_quantization_config", "model_quantization_config_kwargs"),
-    *missing("images or audio in training", "processor_type", "freeze_mm_modules"),
+    # Images of columns stand behind the first message there, and which tokens carry loss is decided
+    # by family.
+    *missing("images in the places and with the loss of axolotl's", "processor_type"),
+    *idle("without gradients tower and projector stay as they are", "freeze_mm_modules"),
     *idle("only with images", "skip_prepare_dataset", "image_size", "image_resize_algorithm",
           "processor_kwargs"),
     *missing("trained turns by marks in the text", "role_boundaries"),

@@ -45,6 +45,17 @@ _INFO: Accepts = {"*": {"file_name": "text", "hf_hub_url": "text", "split": "tex
 _REMOTE = "REMOTE:"
 """Before the name of a data set of the hub, as dataset_dir."""
 
+_OTHER_PARTS = "training other parts of a model that sees than its language model"
+_PIECES = "images in several pieces"
+_OF_MODELS_THAT_SEE = {
+    "freeze_vision_tower": (True, _OTHER_PARTS),
+    "freeze_multi_modal_projector": (True, _OTHER_PARTS),
+    "freeze_language_model": (False, _OTHER_PARTS),
+    "image_do_pan_and_scan": (False, _PIECES),
+    "crop_to_patches": (False, _PIECES),
+}
+"""Keys of models that see: their defaults, which alone are translated, and what others need."""
+
 ROWS = rows_by_key(
     *trainer.ROWS,
     same("model_name_or_path", "text", "checkpoint_dir", None),
@@ -132,10 +143,15 @@ ROWS = rows_by_key(
           "num_beams", "repetition_penalty", "skip_special_tokens", "task", "task_dir", "lang",
           "n_shot", "batch_size", "save_dir", "download_mode"),
     *idle("the template's own", "tool_format"),
-    *idle("only with images", "image_max_pixels", "image_min_pixels", "video_max_pixels",
-          "video_min_pixels", "video_fps", "video_maxlen", "freeze_vision_tower",
-          "freeze_multi_modal_projector", "freeze_language_model", "image_do_pan_and_scan",
-          "crop_to_patches", "use_audio_in_video", "audio_sampling_rate"),
+    part("image_max_pixels", "whole>=1", "data.image_max_pixels", 768 * 768, "with images"),
+    part("image_min_pixels", "whole>=1", "data.image_min_pixels", 32 * 32, "with images"),
+    *(
+        Row(key=key, kind="no effect", accepts="flag", default=default,
+            note=f"with images, {str(not default).lower()} is refused")
+        for key, (default, _) in _OF_MODELS_THAT_SEE.items()
+    ),
+    *idle("only with videos or sounds", "video_max_pixels", "video_min_pixels", "video_fps",
+          "video_maxlen", "use_audio_in_video", "audio_sampling_rate"),
     *idle("the adapter is merged by ftkit merge", "pissa_convert", "create_new_adapter"),
     *missing("a default system message", "default_system"),
     *missing("streaming data", "streaming"), *idle("see streaming", "buffer_size"),
@@ -357,9 +373,9 @@ def _data(r: Reading) -> None:
     options["val_split_fraction"] = size
     trainer.held_out(r, "val_size", size, others=r.has("eval_dataset"))
     options |= _new_tokens(r)
-    sources = _sources(r, r["dataset"])
+    sources = _sources(r, r["dataset"], options)
     if r.has("eval_dataset"):
-        further = _sources(r, r["eval_dataset"])
+        further = _sources(r, r["eval_dataset"], options)
         r.set(eval__sets={f"set_{i}": source for i, source in enumerate(further, 1)})
     options |= sources[0] if len(sources) == 1 else {"sources": sources}
     r.recipe["data"] = {"class_path": "JSON", "init_args": options}
@@ -377,8 +393,8 @@ def _new_tokens(r: Reading) -> dict[str, Any]:
     return {"add_tokens": tokens}
 
 
-def _sources(r: Reading, names: list[str] | None) -> list[dict[str, Any]]:
-    """Data sets by their names in dataset_info.json, or on the hub."""
+def _sources(r: Reading, names: list[str] | None, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Data sets by their names in dataset_info.json, or on the hub; options of all are added."""
     folder, found = r["dataset_dir"], names or []
     if not found:
         r.refuse("dataset", "no dataset")
@@ -396,6 +412,8 @@ def _sources(r: Reading, names: list[str] | None) -> list[dict[str, Any]]:
             sources.append({"path": f"{folder}/{name}.json"})
             continue
         sources.append(_source(r, entry, folder))
+        if (entry.get("columns") or {}).get("images"):
+            options |= _with_images(r, entry)
     return sources or [{"path": folder}]
 
 
@@ -436,9 +454,9 @@ def _source(r: Reading, entry: dict[str, Any], folder: str) -> dict[str, Any]:
     else:
         r.refuse("dataset", "a data set of ModelScope, or one that is code")
         source["path"] = folder
-    for medium in ("images", "videos", "audios"):
+    for medium in ("videos", "audios"):
         if medium in columns:
-            r.refuse("dataset", "images or audio in training")
+            r.refuse("dataset", "audio or video in training")
     if entry.get("num_samples"):
         r.refuse("dataset", "num_samples of dataset_info.json")
     ours = _columns(columns, tags, is_chat=entry.get("formatting", "alpaca") != "alpaca")
@@ -448,6 +466,24 @@ def _source(r: Reading, entry: dict[str, Any], folder: str) -> dict[str, Any]:
     if ours:
         source["columns"] = ours
     return source
+
+
+def _with_images(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
+    """Options of data with images."""
+    if entry["columns"]["images"] not in ("images", "image"):
+        r.refuse("dataset", "images under another key")
+    # Their paths begin in media_dir, ours beside the records.
+    elsewhere = "images in another folder than the records"
+    if "/" in entry.get("file_name", ""):
+        r.refuse("dataset", elsewhere)
+    if r["media_dir"] not in (None, r["dataset_dir"]):
+        r.refuse("media_dir", elsewhere)
+    if r["stage"] != "sft":
+        r.refuse("stage", "images in preference pairs")
+    for key, (default, why) in _OF_MODELS_THAT_SEE.items():
+        if r[key] is not default:
+            r.refuse(key, why)
+    return {key: r[key] for key in ("image_max_pixels", "image_min_pixels")}
 
 
 def _columns(columns: dict[str, str], tags: dict[str, str], *, is_chat: bool) -> dict[str, str]:

@@ -13,9 +13,10 @@ import stat
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from ftkit.data.records.media import BadMedium, MediaFile
 from ftkit.data.records.record import Misfit, kind_of
 from ftkit.errors import UserError
 from ftkit.utils.files import cache_root
@@ -38,27 +39,49 @@ class BrokenImage(Exception):
     """A file is no image that can be read; the text completes a sentence about it."""
 
 
-def reference(value: Any, folder: Path | None) -> dict[str, Any]:
-    """Return file and digest of an image that a record names or holds.
+def reference(value: Any, folder: Path | None, *, names_files: bool = True) -> dict[str, Any]:
+    """Return file and digest of an image that a record names or holds, and whether it is relative.
 
     An image that the record holds is kept in ftkit's cache, once for each content.
 
     Args:
         value: a path, a file or data url, an object with bytes or a path, or bytes.
         folder: directory of the records, in which relative paths begin; None: they are in no file.
+        names_files: whether it may be a file of this machine, which no download may name.
 
     Raises:
-        Misfit: there is no such image, or it cannot be read.
+        Misfit: there is no such image, or it cannot be read; BadMedium where a file is named.
     """
-    content, name, file = _content_of(value, folder)
+    held = _held(value, folder)
+    if isinstance(held, _Named):
+        if not names_files:
+            raise Misfit(
+                f": its image is the path {_short(str(held.path))}, but data that were downloaded "
+                f"hold their images.\n{_REMOVE}"
+            )
+        try:
+            content = read_file(held.path)
+            check_header(content)
+        except BrokenImage as broken:
+            file = MediaFile("image", "", str(held.path), held.is_relative)
+            raise BadMedium(f": its image {held.path} {broken}.\n{_REMOVE}", file) from None
+        digest = hashlib.sha256(content).hexdigest()
+        return {"file": str(held.path), "sha256": digest, "is_relative": held.is_relative}
+    content, name = held
     try:
         check_header(content)
     except BrokenImage as broken:
         raise Misfit(f": its image {name} {broken}.\n{_REMOVE}") from None
     digest = hashlib.sha256(content).hexdigest()
-    if file is None:
-        file = _kept(content, digest)
-    return {"file": str(file), "sha256": digest}
+    return {"file": str(_kept(content, digest)), "sha256": digest, "is_relative": False}
+
+
+class _Named(NamedTuple):
+    """The file of an image that a record names."""
+
+    path: Path
+    is_relative: bool
+    """Whether the record says where it lies beside its own file."""
 
 
 def _kept(content: bytes, digest: str) -> Path:
@@ -80,19 +103,19 @@ def _kept(content: bytes, digest: str) -> Path:
     return file
 
 
-def _content_of(value: Any, folder: Path | None) -> tuple[bytes, str, Path | None]:
-    """Content of an image, its name in messages, and its file if it has one."""
+def _held(value: Any, folder: Path | None) -> _Named | tuple[bytes, str]:
+    """The file of an image, or its content and its name in messages."""
     if isinstance(value, Mapping):
-        return _content_of_object(value, folder)
+        return _held_by_object(value, folder)
     if isinstance(value, bytes):
-        return value, "(given as bytes)", None
+        return value, "(given as bytes)"
     if not isinstance(value, str):
         raise Misfit(f": its image is {kind_of(value)}, but has to be a path.\n{_REMOVE}")
     if value.startswith("data:"):
         head, _, text = value.partition(",")
         if not head.endswith(";base64"):
             raise Misfit(f": its image is a data url without base64.\n{_REMOVE}")
-        return _decoded(text), "(a data url)", None
+        return _decoded(text), "(a data url)"
     scheme = urlsplit(value).scheme.lower()
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf"):
         raise Misfit(
@@ -100,28 +123,26 @@ def _content_of(value: Any, folder: Path | None) -> tuple[bytes, str, Path | Non
             "with curl --remote-name URL, and give their paths."
         )
     path = Path(unquote(urlsplit(value).path)) if scheme == "file" else Path(value).expanduser()
-    if not path.is_absolute():
-        if folder is None:
-            raise Misfit(
-                f": its image is the path {_short(value)}, but records that are in no file of "
-                f"this machine hold their images.\n{_REMOVE}"
-            )
-        path = folder / path
-    return _read(path), str(path), path
+    if path.is_absolute():
+        return _Named(path, is_relative=False)
+    if folder is None:
+        raise Misfit(
+            f": its image is the path {_short(value)}, but records that are in no file of this "
+            f"machine hold their images.\n{_REMOVE}"
+        )
+    return _Named(folder / path, is_relative=True)
 
 
-def _content_of_object(
-    value: Mapping[str, Any], folder: Path | None
-) -> tuple[bytes, str, Path | None]:
-    """As `_content_of`, of an object: bytes and path of a table, or url of OpenAI's parts."""
+def _held_by_object(value: Mapping[str, Any], folder: Path | None) -> _Named | tuple[bytes, str]:
+    """As `_held`, of an object: bytes and path of a table, or url of OpenAI's parts."""
     content = value.get("bytes")
     if isinstance(content, bytes | str) and content:
         name = value.get("path")
         shown = _short(name) if isinstance(name, str) and name else "(given as bytes)"
-        return (content if isinstance(content, bytes) else _decoded(content)), shown, None
+        return (content if isinstance(content, bytes) else _decoded(content)), shown
     for key in ("path", "url", "image"):
         if isinstance(value.get(key), str | bytes):
-            return _content_of(value[key], folder)
+            return _held(value[key], folder)
     raise Misfit(f": its image is an object without bytes, path or url.\n{_REMOVE}")
 
 
@@ -130,14 +151,6 @@ def _decoded(text: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise Misfit(f": its image is not valid base64.\n{_REMOVE}") from None
-
-
-def _read(path: Path) -> bytes:
-    try:
-        content = read_file(path)
-    except BrokenImage as broken:
-        raise Misfit(f": its image {path} {broken}.\n{_REMOVE}") from None
-    return content
 
 
 def read_file(path: Path) -> bytes:

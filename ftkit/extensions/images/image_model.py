@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,57 @@ from ftkit.extensions.images.towers import Inputs
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 
 
+def settings_of(directory: Path) -> dict[str, Any] | None:
+    """Return what decides the tokens of an image and its pixels, as JSON values.
+
+    Args:
+        directory: of the base model.
+
+    Returns:
+        None: ftkit gives it no images.
+    """
+    config = _json(directory / "config.json")
+    if family_of(str(config.get("model_type"))) is None:
+        return None
+    return {"model": config, "processor": {name: _json(directory / name) for name in _SETTINGS}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sizes to which images are scaled before the processor of a model."""
+
+    image_max_pixels: int | None = None
+    image_min_pixels: int | None = None
+
+    def within(self, image: Any) -> Any:
+        """Scale an image, keeping the ratio of its sides, as LLaMA-Factory does it."""
+        for limit, scales in (
+            (self.image_max_pixels, int.__gt__),
+            (self.image_min_pixels, int.__lt__),
+        ):
+            pixels = image.width * image.height
+            if limit is not None and scales(pixels, limit):
+                factor = math.sqrt(limit / pixels)
+                sides = (max(int(side * factor), 1) for side in image.size)
+                image = image.resize(tuple(sides))
+        return image
+
+
 class ImageModel:
     """Settings and image processor of a base model that sees."""
 
-    def __init__(self, directory: Path, token_text: Any) -> None:
+    def __init__(self, directory: Path, token_text: Any, limits: Limits) -> None:
         """Read the settings.
 
         Args:
             directory: of the base model.
             token_text: function that gives the text of a token.
+            limits: of the sizes of images.
 
         Raises:
             UserError: ftkit cannot give images to this model.
         """
-        self._directory = directory
+        self._directory, self._limits = directory, limits
         self.config = _json(directory / "config.json")
         kind = str(self.config.get("model_type"))
         family = family_of(kind)
@@ -60,8 +99,7 @@ class ImageModel:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the tokens of an image and its pixels, as JSON values."""
-        processor = {name: _json(self._directory / name) for name in _SETTINGS}
-        return {"model": self.config, "processor": processor}
+        return settings_of(self._directory) or {}
 
     @cached_property
     def _processor(self) -> Any:
@@ -84,13 +122,19 @@ class ImageModel:
             content: of its file.
 
         Raises:
-            BrokenImage: it cannot be decoded.
+            BrokenImage: it cannot be decoded, or the model does not take it.
         """
         return self._processed(decode(content))
 
     def _processed(self, image: Any) -> Inputs:
+        image = self._limits.within(image)
         images: list[Any] = [[image]] if self.family.nested else [image]
-        found = self._processor(images=images, return_tensors="pt", **self.family.options)
+        try:
+            found = self._processor(images=images, return_tensors="pt", **self.family.options)
+        # Processors raise what they meet in images of extreme shapes.
+        except Exception as error:
+            size = f"{image.width:,} x {image.height:,}"
+            raise BrokenImage(f"is {size}, which the model does not take ({error})") from None
         return dict(found)
 
     @cached_property
@@ -123,7 +167,7 @@ class ImageModel:
         """The text that an image becomes, and its patches.
 
         Raises:
-            BrokenImage: it cannot be decoded.
+            BrokenImage: it cannot be decoded, or the model does not take it.
         """
         return self._text_of(decode(content).size)
 
@@ -172,9 +216,15 @@ class ImageModel:
 
 
 @cache
-def image_model(directory: Path, tokenizer: Any) -> ImageModel:
-    """Return the settings of a base model, read once."""
-    return ImageModel(directory, tokenizer.token_text)
+def image_model(directory: Path, tokenizer: Any, limits: Limits | None = None) -> ImageModel:
+    """Return the settings of a base model, read once.
+
+    Args:
+        directory: of the base model.
+        tokenizer: of it.
+        limits: of the sizes of images; None: those of its processor.
+    """
+    return ImageModel(directory, tokenizer.token_text, limits or Limits())
 
 
 def content_of(file: str, digest: str) -> bytes:

@@ -2,6 +2,10 @@
 
 from ftkit.data.records.media import MediaKind
 
+LITERAL = "its text has the token of images"
+"""Reason for a refusal of a record."""
+DAMAGED = "an image of it is damaged, or of a shape that the model does not take"
+"""Reason for a refusal of a record."""
 ROWS = (
     MediaKind(
         name="image",
@@ -9,8 +13,14 @@ ROWS = (
         columns=("images", "image"),
         parts=("image", "image_url"),
         reference_place="ftkit.extensions.images.files:reference",
+        settings_place="ftkit.extensions.images.image_model:settings_of",
         renderer_place="ftkit.extensions.images.rendering:renderer",
         prompter_place="ftkit.extensions.images.rendering:ImagePrompter",
+        look_place="ftkit.extensions.images.looks:look",
+        advice={
+            LITERAL: "Write it in another way, or remove them.",
+            DAMAGED: "Correct the images, or remove them.",
+        },
         encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
         simulated_place="ftkit.extensions.images.simulated:images_of_size",
     ),

@@ -1,5 +1,7 @@
 """The renderer of conversations with images: each image becomes the tokens that stand for it."""
 
+import dataclasses
+import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -7,26 +9,30 @@ from functools import partial
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
-from ftkit.data.records.media import MEDIA, MOST_MEDIA, PLACES, Medium, Prompt, moved, place_of
+from ftkit.data.records.media import (
+    MEDIA,
+    MOST_MEDIA,
+    PLACES,
+    Medium,
+    Prompt,
+    moved_places,
+    place_of,
+)
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Example, Rendered, Renderer, Rendering, cut
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.extensions.images.files import BrokenImage
-from ftkit.extensions.images.image_model import ImageModel, content_of, image_model
+from ftkit.extensions.images.image_model import ImageModel, Limits, content_of, image_model
+from ftkit.extensions.images.media_kinds import DAMAGED, LITERAL
 from ftkit.extensions.images.reader import ImageReader
 from ftkit.extensions.images.template import ImageTemplate
 from ftkit.models.chat_templates.template import ChatTemplate
 
-LITERAL = "its text has the token of images"
-"""Reason for a refusal of a record."""
-DAMAGED = "an image of it is damaged"
-"""Reason for a refusal of a record."""
 _THREADS = 4
-_Found = Mapping[str, tuple[str, int]]
-"""Text and patches of images by their digest; of one that is damaged, `_BROKEN`."""
-_BROKEN = ("", 0)
+_Found = Mapping[str, tuple[str, int] | BrokenImage]
+"""Text and patches of images by their digest, or what is wrong with one."""
 
 
 def renderer(part: Part, tokenizer: Any) -> Renderer:
@@ -35,15 +41,16 @@ def renderer(part: Part, tokenizer: Any) -> Renderer:
     Raises:
         UserError: the records are no conversations, or the model does not see.
     """
-    if part.shape != "messages":
+    if part.rules.chat_template is None:
         raise UserError(
-            f"The records of {part.name} have images, but only conversations may have them.\n"
-            "Write the records with messages."
+            f"The records of {part.name} have images, which only a chat template writes, but their "
+            "prompts are made by a prompt style.\nTry --data.chat_template tokenizer."
         )
     plain = ChatRenderer.of(part.rules, tokenizer)
     if tokenizer is None:
         return plain
-    model = image_model(tokenizer.directory, tokenizer)
+    limits = Limits(**part.rules.media_options)
+    model = image_model(tokenizer.directory, tokenizer, limits)
     return ImageRenderer(
         _ImageTokenizer(tokenizer),
         ImageTemplate.of(plain.template, model.mark),
@@ -148,8 +155,10 @@ class ImageRenderer(ChatRenderer):
 
     def example(self, record: Record) -> Example:
         found = _read(self._model, [record])
-        if (reason := self._refusal(record, found)) is not None:
-            raise UserError(f"A record cannot be asked about: {reason}.\nRemove the record.")
+        if (refusal := self._refusal(record, found)) is not None:
+            raise UserError(
+                f"A record cannot be asked about: {refusal.refused}.\nRemove the record."
+            )
         self._images.texts = _texts([record], found)
         example = super().example(record)
         prompt = _with_media(self._model, Rendered(example.prompt, ()), record, found)
@@ -159,39 +168,48 @@ class ImageRenderer(ChatRenderer):
             media_reader=self.media_reader if prompt.media else None,
         )
 
+    def _encoded_end(self, text: str) -> Any:
+        # Not kept: a place is another image in other records.
+        return self._encoded(text) if PLACES.search(text) else super()._encoded_end(text)
+
     def _render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         found = _read(self._model, records)
-        reasons = [self._refusal(record, found) for record in records]
-        taken = [r for r, reason in zip(records, reasons, strict=True) if reason is None]
+        refusals = [self._refusal(record, found) for record in records]
+        taken = [record for record, bad in zip(records, refusals, strict=True) if bad is None]
         self._images.texts = _texts(taken, found)
         firsts = accumulate((len(record.get(MEDIA, ())) for record in taken), initial=0)
         rendered = super().render([_moved(*one) for one in zip(taken, firsts, strict=False)])
-        for record, reason in zip(records, reasons, strict=True):
-            if reason is not None:
-                yield Rendering(refused=reason)
+        for record, refusal in zip(records, refusals, strict=True):
+            if refusal is not None:
+                yield refusal
                 continue
             one = next(rendered)
             samples = tuple(_with_media(self._model, s, record, found) for s in one.samples)
             yield one._replace(samples=samples)
 
-    def _refusal(self, record: Record, found: _Found) -> str | None:
-        contents = (message["content"] for message in record["messages"])
-        if any(self._model.token in content for content in contents):
-            return f"{LITERAL} ({self._model.token})"
-        is_damaged = any(found[medium["sha256"]] == _BROKEN for medium in record.get(MEDIA, ()))
-        return DAMAGED if is_damaged else None
+    def _refusal(self, record: Record, found: _Found) -> Rendering | None:
+        """Why a record becomes no sample; None: it may become one."""
+        said = json.dumps([record["messages"], record.get("tools")], ensure_ascii=False)
+        if self._model.token in said:
+            return Rendering(refused=f"{LITERAL} ({self._model.token})")
+        for medium in record.get(MEDIA, ()):
+            if isinstance(broken := found[medium["sha256"]], BrokenImage):
+                return Rendering(refused=DAMAGED, bad_file=(medium["file"], str(broken)))
+        return None
 
 
 class ImagePrompter:
     """Makes prompts with images; see `ftkit.data.records.media.Prompter`."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
-        """Take the template of prompts, and the tokenizer of the base model.
+    def __init__(self, template: ChatTemplate, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        """Take the template of prompts, the tokenizer of the base model, and options of its data.
 
         Raises:
             UserError: the model is given no images.
         """
-        self._model = image_model(tokenizer.directory, tokenizer)
+        names = (field.name for field in dataclasses.fields(Limits))
+        limits = Limits(**{name: options[name] for name in names if options.get(name) is not None})
+        self._model = image_model(tokenizer.directory, tokenizer, limits)
         self._tokenizer = _ImageTokenizer(tokenizer)
         self.template = ImageTemplate.of(template, self._model.mark)
 
@@ -205,8 +223,8 @@ class ImagePrompter:
         record = {MEDIA: media}
         found = _read(self._model, [record])
         for medium in media:
-            if found[medium["sha256"]] == _BROKEN:
-                raise UserError(f"The image {medium['file']} is damaged.\nGive another one.")
+            if isinstance(broken := found[medium["sha256"]], BrokenImage):
+                raise UserError(f"The image {medium['file']} {broken}.\nGive another one.")
         self._tokenizer.texts = _texts([record], found)
         (encoded,) = self._tokenizer.encode_all_rendered([text])
         sample = _with_media(self._model, Rendered(encoded.ids, ()), record, found)
@@ -218,12 +236,12 @@ def _read(model: ImageModel, records: Sequence[Record]) -> _Found:
     """Read and count the images of some records."""
     files = {m["sha256"]: m["file"] for record in records for m in record.get(MEDIA, ())}
 
-    def read(item: tuple[str, str]) -> tuple[str, int]:
+    def read(item: tuple[str, str]) -> tuple[str, int] | BrokenImage:
         digest, file = item
         try:
             return model.text_of(content_of(file, digest))
-        except BrokenImage:
-            return _BROKEN
+        except BrokenImage as broken:
+            return broken
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(files, pool.map(read, files.items()), strict=True))
@@ -236,12 +254,12 @@ def _with_media(model: ImageModel, sample: Rendered, record: Record, found: _Fou
     for medium in record.get(MEDIA, ()):
         if at == len(places):  # a sample may end before the last turns
             break
-        text, patches = found[medium["sha256"]]
+        text, patches = _text_of(found, medium)
         own = places[at : at + text.count(model.token)]
         at += len(own)
-        media.append(
-            Medium("image", medium["sha256"], medium["file"], own[0], own[-1] + 1, patches)
-        )
+        file = (medium["sha256"], medium["file"])
+        spans = (own[0], own[-1] + 1, patches)
+        media.append(Medium("image", *file, *spans, medium["is_relative"]))
     assert at == len(places), "the tokenizer keeps the tokens of images apart"
     sample = _without_loss(sample, media)._replace(media=tuple(media))
     # Nothing is predicted at the end, where an image would lack its last token.
@@ -253,7 +271,14 @@ def _with_media(model: ImageModel, sample: Rendered, record: Record, found: _Fou
 def _texts(records: Sequence[Record], found: _Found) -> dict[str, str]:
     """Texts of the images of some records, by places that count over all of them."""
     media = (medium for record in records for medium in record.get(MEDIA, ()))
-    return {place_of(i): found[medium["sha256"]][0] for i, medium in enumerate(media)}
+    return {place_of(i): _text_of(found, medium)[0] for i, medium in enumerate(media)}
+
+
+def _text_of(found: _Found, medium: Record) -> tuple[str, int]:
+    """Text and patches of an image that was read."""
+    made = found[medium["sha256"]]
+    assert not isinstance(made, BrokenImage), "records with such images are refused before"
+    return made
 
 
 def _groups(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
@@ -272,7 +297,10 @@ def _moved(record: Record, by: int) -> Record:
     """A record whose places begin with another number."""
     if not by or MEDIA not in record:
         return record
-    messages = [one | {"content": moved(one["content"], by)} for one in record["messages"]]
+    messages = [
+        message | {"content": moved_places(message["content"], by)}
+        for message in record["messages"]
+    ]
     return record | {"messages": messages}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ftkit.extensions.images.image_model import ImageModel
+from ftkit.extensions.images.image_model import ImageModel, Limits
 from ftkit.strategies.step_memory import MicroBatchSize
 
 
@@ -57,7 +57,8 @@ def images_of_size(
 
 @cache
 def _model(directory: Path) -> ImageModel:
-    return ImageModel(directory, lambda _: "\0")  # in no text, so that it can be counted
+    # A text that is in no other, so that it can be counted; sizes are given, whatever limits are.
+    return ImageModel(directory, lambda _: "\0", Limits())
 
 
 def _read(model: ImageModel, patches: int) -> Mapping[str, Any]:

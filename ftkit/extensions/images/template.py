@@ -10,16 +10,13 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ftkit.data.records.media import PLACES, place_of
-from ftkit.models.chat_templates.template import (
-    ChatTemplate,
-    Message,
-    TemplateRefusal,
-    as_parts,
-)
+from ftkit.models.chat_templates.template import ChatTemplate, Message, TemplateRefusal
 
+Takes = Literal["texts", "parts for images", "parts"]
+"""What a template takes as contents: texts alone, parts where a message has an image, or always."""
 _PROBE = "probe"
 
 
@@ -29,8 +26,7 @@ class ImageTemplate(ChatTemplate):
 
     mark: str = ""
     """What the template writes for an image in a content part."""
-    takes_parts: bool = False
-    """Whether it takes a message with an image as a list of content parts."""
+    takes: Takes = "texts"
 
     @classmethod
     def of(cls, template: ChatTemplate, mark: str) -> "ImageTemplate":
@@ -43,13 +39,20 @@ class ImageTemplate(ChatTemplate):
         values = {
             field.name: getattr(template, field.name) for field in dataclasses.fields(template)
         }
-        tried = cls(**values, mark=mark, takes_parts=True)
+        made = cls(**values, mark=mark)
+        for takes in ("parts for images", "parts"):
+            tried = dataclasses.replace(made, takes=takes)
+            if tried._writes(f"{place_of(0)}{_PROBE}") and tried._writes(_PROBE):
+                return tried
+        return made
+
+    def _writes(self, content: str) -> bool:
+        """Whether the texts and the images of a message are written, each once."""
         try:
-            text = tried.render([{"role": "user", "content": f"{place_of(0)}{_PROBE}"}])
-            writes_parts = PLACES.findall(text) == [place_of(0)] and _PROBE in text
+            text = self.render([{"role": "user", "content": content}])
         except TemplateRefusal:
-            writes_parts = False
-        return dataclasses.replace(tried, takes_parts=writes_parts)
+            return False
+        return sorted(PLACES.findall(text)) == PLACES.findall(content) and _PROBE in text
 
     def _run(
         self,
@@ -58,12 +61,19 @@ class ImageTemplate(ChatTemplate):
         add_generation_prompt: bool,
         variables: Mapping[str, object],
     ) -> tuple[str, list[tuple[int, str]]]:
-        if not self.takes_parts:
-            return super()._run(messages, tools, add_generation_prompt, variables)
         places = [p for message in messages for p in PLACES.findall(message["content"] or "")]
+        if self.takes == "texts":
+            text, blocks = super()._run(messages, tools, add_generation_prompt, variables)
+            # One that leaves out a message would give its image to the next place.
+            if (written := PLACES.findall(text)) != places:
+                raise TemplateRefusal(
+                    f"the template writes {len(written)} images for {len(places)}, or in another "
+                    "order"
+                )
+            return text, blocks
         given = [
             {**message, "content": _parts(message["content"] or "")}
-            if PLACES.search(message["content"] or "")
+            if self.takes == "parts" or PLACES.search(message["content"] or "")
             else message
             for message in messages
         ]
@@ -80,9 +90,9 @@ def _parts(content: str) -> list[dict[str, str]]:
     """Content parts of a text with places."""
     pieces = re.split(f"({PLACES.pattern})", content)
     return [
-        part
+        {"type": "image"} if PLACES.fullmatch(piece) else {"type": "text", "text": piece}
         for piece in pieces
-        for part in ([{"type": "image"}] if PLACES.fullmatch(piece) else as_parts(piece))
+        if piece
     ]
 
 

@@ -28,8 +28,10 @@ Span = tuple[int, int]
 
 _MOST_CHARACTERS = 2**22
 """Most characters of a template's file; real ones have a few thousand."""
-_PROBE = "a text that no template writes itself"
 _WORD = re.compile(r"[^\W\d]\w*")
+_PARTS = re.compile(r"\btype\b")
+"""What a template reads of the parts of a content."""
+_PROBE = "probe"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 OF_TOKENIZER = "tokenizer"
@@ -153,18 +155,28 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, object],
     ) -> tuple[str, list[tuple[int, str]]]:
+        if self._takes_parts_alone:
+            messages = [_in_parts(message) for message in messages]
+        return self._written(messages, tools, add_generation_prompt, variables)
+
+    @property
+    def _takes_parts_alone(self) -> bool:
+        """Whether it leaves out contents that are texts, as those of some models that see do."""
+        names = json.dumps(dict(self.special_tokens), sort_keys=True, default=str)
+        return _needs_parts(self.source, self.name, names)
+
+    def _written(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, object],
+    ) -> tuple[str, list[tuple[int, str]]]:
         given = {
             # First, so that no name of a token replaces what follows.
             **self.special_tokens,
             **self.arguments,
-            "messages": [
-                _with_thought_under_other_names(
-                    {**message, "content": as_parts(message["content"])}
-                    if isinstance(message.get("content"), str) and takes_parts_alone(self.source)
-                    else message
-                )
-                for message in messages
-            ],
+            "messages": [_with_thought_under_other_names(message) for message in messages],
             "tools": tools,
             # As in transformers, so that templates may test for it.
             "documents": None,
@@ -188,31 +200,27 @@ class ChatTemplate:
 
 
 @functools.lru_cache(maxsize=64)
-def takes_parts_alone(source: str) -> bool:
-    """Return whether a template writes a content only if it is a list of parts.
-
-    Templates of models that see are often written so: of a text they would write nothing.
-    """
-    if "type" not in _WORD.findall(source):
+def _needs_parts(source: str, name: str, special_tokens: str) -> bool:
+    """Whether a template writes the text of a part, but not a content that is a text."""
+    if not _PARTS.search(source):
         return False
-    written = []
-    for content in (_PROBE, as_parts(_PROBE)):
-        given = {
-            "messages": [{"role": "user", "content": content}],
-            **dict.fromkeys(("tools", "documents")),
-            **dict.fromkeys(("bos_token", "eos_token"), ""),
-            "add_generation_prompt": False,
-        }
+    template = ChatTemplate(source, name, json.loads(special_tokens))
+
+    def writes(content: Any) -> bool:
+        message = {"role": "user", "content": content}
         try:
-            written.append(_PROBE in run_confined(rendered, source, given)[0])
-        except NotRendered:
-            written.append(False)
-    return written == [False, True]
+            return _PROBE in template._written([message], None, False, {})[0]
+        except TemplateRefusal:
+            return False
+
+    return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
 
 
-def as_parts(text: str) -> list[dict[str, str]]:
-    """A text as a list of content parts."""
-    return [{"type": "text", "text": text}] if text else []
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str) or not content:
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _with_thought_under_other_names(message: Message) -> Message:

@@ -18,7 +18,7 @@ _CELL = "padding:0.1em 1.2em 0.1em 0;vertical-align:top;background:none;border:n
 
 
 def whole_page(title: str, body: str, style: str) -> str:
-    """A page without script that loads nothing.
+    """A page without script that loads nothing: its pictures are inside of it.
 
     Args:
         title: of the window, and first heading.
@@ -30,7 +30,7 @@ def whole_page(title: str, body: str, style: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\">"
+        "style-src 'unsafe-inline'; img-src data:\">"
         f"<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1>"
         f"{body}</body></html>\n"
     )

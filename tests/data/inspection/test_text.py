@@ -23,12 +23,14 @@ from ftkit.data.inspection.inspection import (
     Inspection,
     LeftOut,
     Lengths,
+    ShownMedium,
     ShownSample,
     SourceNumbers,
     SplitNumbers,
     Weights,
 )
 from ftkit.data.records.keys import UnusedKeys
+from ftkit.data.records.media import MediaNumbers
 from ftkit.utils.console.terminal import plain_text
 
 LENGTHS = Lengths(
@@ -256,3 +258,47 @@ def test_a_page_loads_nothing_and_is_made_for_light_and_dark() -> None:
 def test_a_cell_has_no_style_sheet() -> None:
     parser = read(inspection_fragment(make_inspection(CHAT)))
     assert parser.tags.isdisjoint({"script", "style", "link", "html"})
+
+
+def _with_medium(first: int, count: int, behind: int) -> ShownSample:
+    """A sample with a medium of some tokens between texts."""
+    texts = ["<|user|>"] * first + ["<|pad|>"] * count + ["what"] * behind
+    medium = ShownMedium(
+        kind="image", name="a <b>\x1b.png", size="640 x 480", first=first, end=first + count,
+        picture="data:image/jpeg;base64,AAAA",
+    )  # fmt: skip
+    trained = "." * (first + count) + "x" * behind
+    return dataclasses.replace(make_sample(texts, trained), media=[medium])
+
+
+def test_a_medium_is_one_mark_in_the_place_of_its_tokens() -> None:
+    sample = _with_medium(1, 300, 2)
+    assert token_lines(sample) == [
+        r"<|user|>·[image a <b>\x1b.png, 640 x 480, 300 tokens]⟦what·what⟧"
+    ]
+    page = inspection_page(make_inspection(sample))
+    assert "<|pad|>" not in page and "&lt;|pad|&gt;" not in page
+    assert '<img src="data:image/jpeg;base64,AAAA"' in page
+    assert r"image a &lt;b&gt;\x1b.png, 640 x 480, 300 tokens" in page
+
+
+def test_media_leave_room_for_the_tokens_of_a_long_sample() -> None:
+    lines = token_lines(_with_medium(2, MOST_TOKENS * 2, 4))
+    assert not any("tokens ..." in line for line in lines)
+    (line,) = token_lines(_with_medium(0, 10, MOST_TOKENS * 2))[:1]
+    assert line.startswith("[image")
+    text = " ".join(token_lines(_with_medium(2, 10, MOST_TOKENS * 2)))
+    assert f"... {MOST_TOKENS + 3:,} tokens ..." in text
+
+
+def test_numbers_of_media_are_among_those_of_their_split() -> None:
+    numbers = MediaNumbers(
+        kind="image", count=3, least_tokens=4, median_tokens=9, most_tokens=30, share=0.25
+    )
+    source = dataclasses.replace(SOURCE, train=dataclasses.replace(SPLIT, media=[numbers]))
+    seen = dataclasses.replace(make_inspection(CHAT), sources=[source])
+    words = "3 images ... 4 to 30 tokens ... median 9 ... 25 %"
+    assert says(plain_text(InspectionText(seen), 120), words)
+    assert says(inspection_page(seen), words)
+    one = dataclasses.replace(numbers, count=1, most_tokens=4)
+    assert one.text == "1 image of 4 tokens; 25 % of all tokens"

@@ -2,26 +2,21 @@
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import datasets
 import pytest
 from command import command_environment, command_line
-from huggingface_hub import HfFileSystem, constants
+from huggingface_hub import constants
 from messages import key_words
-from stand_in_hub import HubHandler, serving
+from stand_in_hub import COMMIT, NAME, TOKEN, DataHub, serving_data
 
 from ftkit.data.records.hub import HubName
 from ftkit.data.records.read import RecordSet, read_hub
 from ftkit.errors import UserError
 
-NAME = "some-org/some-data"
-COMMIT = "c" * 40
 OTHER_COMMIT = "d" * 40
-TOKEN = "hf_secretsecretsecret"
 
 
 def lines(count: int, prefix: str = "") -> bytes:
@@ -38,75 +33,11 @@ def card(**configs: dict[str, str]) -> bytes:
     return f"---\n{json.dumps({'configs': listed})}\n---\n".encode()
 
 
-@dataclass
-class Hub:
-    """Files that the stand-in serves, and the requests it got."""
-
-    files: dict[str, bytes] = field(
-        default_factory=lambda: {"train.jsonl": lines(6), "test.jsonl": lines(2, "t")}
-    )
-    gated: bool = False
-    """Only the owner of TOKEN may read."""
-    commit: str = COMMIT
-    transfers: list[str] = field(default_factory=list)
-
-
-def make_handler(served: Hub) -> type[HubHandler]:
-    class Handler(HubHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.reply_json([entry for entry in self.tree() if entry["path"] in request["paths"]])
-
-        def answer(self) -> None:
-            path = urlsplit(self.path).path
-            file = path.partition("/resolve/")[2].partition("/")[2]
-            revision = path.partition("/resolve/")[2].partition("/")[0]
-            if NAME not in path:
-                self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
-            elif served.gated and self.headers["Authorization"] != f"Bearer {TOKEN}":
-                self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
-            elif revision and revision not in ("main", "v1", served.commit):
-                self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            elif file and file in served.files:
-                if self.command == "GET":
-                    served.transfers.append(file)
-                content = served.files[file]
-                etag = {"ETag": f'"{hash(content):x}"', "Accept-Ranges": "bytes"}
-                self.reply(200, content, etag)
-            elif file:
-                self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-            elif "/tree/" in path:
-                self.reply_json(self.tree())
-            else:
-                siblings = [{"rfilename": name} for name in served.files]
-                self.reply_json({"id": NAME, "sha": served.commit, "siblings": siblings})
-
-        def tree(self) -> list[dict[str, object]]:
-            return [
-                {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}"}
-                for name, content in served.files.items()
-            ]
-
-        def reply_json(self, value: object) -> None:
-            self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-        def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-            super().reply(status, body, {**headers, "X-Repo-Commit": served.commit})
-
-    return Handler
-
-
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[DataHub]:
     """A hub that the libraries take for the real one, although they are imported already."""
-    hub = Hub()
-    with serving(make_handler(hub), monkeypatch, tmp_path) as url:
-        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-        monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", tmp_path / "downloads")
-        monkeypatch.setattr(datasets.config, "USE_PARQUET_EXPORT", False)  # of another server
-        monkeypatch.chdir(tmp_path)
-        HfFileSystem.clear_instance_cache()
+    hub = DataHub({"train.jsonl": lines(6), "test.jsonl": lines(2, "t")})
+    with serving_data(hub, monkeypatch, tmp_path):
         yield hub
 
 
@@ -114,14 +45,14 @@ def read(**options: str) -> RecordSet:
     return read_hub(HubName(name=NAME, **options), None)
 
 
-def test_splits_are_read_with_their_version(served: Hub) -> None:
+def test_splits_are_read_with_their_version(served: DataHub) -> None:
     found = read()
     assert [record["instruction"] for record in found.train] == [f"{i}?" for i in range(6)]
     assert [record["instruction"] for record in found.val] == ["t0?", "t1?"]
     assert (found.val_split, found.where, found.version) == ("test", NAME, "ccccccc")
 
 
-def test_a_second_reading_transfers_no_records(served: Hub) -> None:
+def test_a_second_reading_transfers_no_records(served: DataHub) -> None:
     first = read()
     served.transfers.clear()
     assert read() == first or served.transfers == []
@@ -139,7 +70,7 @@ def test_a_second_reading_transfers_no_records(served: Hub) -> None:
     ],
 )
 def test_the_counterpart_of_the_split_that_is_trained_on_is_validated_on(
-    served: Hub, files: tuple[str, ...], options: dict[str, str], train: str, val: str | None
+    served: DataHub, files: tuple[str, ...], options: dict[str, str], train: str, val: str | None
 ) -> None:
     served.files = {f"{name}.jsonl": lines(4, name) for name in files}
     served.files["README.md"] = card(default={name: f"{name}.jsonl" for name in files})
@@ -152,7 +83,7 @@ def test_the_counterpart_of_the_split_that_is_trained_on_is_validated_on(
     assert (found.val is None) == (val is None)
 
 
-def test_without_a_split_to_train_on_the_splits_are_listed(served: Hub) -> None:
+def test_without_a_split_to_train_on_the_splits_are_listed(served: DataHub) -> None:
     served.files = {"README.md": card(default={"a": "a.jsonl", "b": "b.jsonl"})}
     served.files |= {"a.jsonl": lines(2), "b.jsonl": lines(2)}
     with pytest.raises(UserError, match=key_words("split train ... a, b ... --data.split a")):
@@ -161,7 +92,7 @@ def test_without_a_split_to_train_on_the_splits_are_listed(served: Hub) -> None:
         read(split="bb")
 
 
-def test_one_of_several_subsets_must_be_named(served: Hub) -> None:
+def test_one_of_several_subsets_must_be_named(served: DataHub) -> None:
     served.files = {"README.md": card(easy={"train": "a.jsonl"}, hard={"train": "b.jsonl"})}
     served.files |= {"a.jsonl": lines(3), "b.jsonl": lines(5)}
     assert len(read(subset="hard").train) == 5
@@ -171,13 +102,13 @@ def test_one_of_several_subsets_must_be_named(served: Hub) -> None:
         read(subset="har")
 
 
-def test_a_revision_is_read(served: Hub) -> None:
+def test_a_revision_is_read(served: DataHub) -> None:
     assert len(read(revision=COMMIT).train) == len(read(revision="v1").train) == 6
     with pytest.raises(UserError, match=key_words("data.revision is v2 ... version")):
         read(revision="v2")
 
 
-def test_a_file_is_read_in_the_place_of_the_splits(served: Hub) -> None:
+def test_a_file_is_read_in_the_place_of_the_splits(served: DataHub) -> None:
     served.files |= {"a.jsonl": lines(3, "a"), "b.jsonl": lines(4, "b")}
     found = read(data_files="a.jsonl")
     assert [record["instruction"] for record in found.train] == ["a0?", "a1?", "a2?"]
@@ -188,7 +119,7 @@ def test_a_file_is_read_in_the_place_of_the_splits(served: Hub) -> None:
 
 
 def test_a_gated_data_set_needs_the_token_of_an_account(
-    served: Hub, monkeypatch: pytest.MonkeyPatch
+    served: DataHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.gated = True
     with pytest.raises(UserError, match=r"is gated.*\n.*HF_TOKEN or --access_token"):
@@ -197,12 +128,12 @@ def test_a_gated_data_set_needs_the_token_of_an_account(
     assert len(read().train) == 6
 
 
-def test_a_data_set_that_does_not_exist_may_have_been_meant_as_a_path(served: Hub) -> None:
+def test_a_data_set_that_does_not_exist_may_have_been_meant_as_a_path(served: DataHub) -> None:
     with pytest.raises(UserError, match=key_words("a/b at ... no local file or directory a/b")):
         read_hub(HubName(name="a/b"), None)
 
 
-def test_an_unreachable_hub_is_an_error(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error(served: DataHub, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("Cannot send a request, as the client has been closed.")
 
@@ -211,7 +142,7 @@ def test_an_unreachable_hub_is_an_error(served: Hub, monkeypatch: pytest.MonkeyP
         read()
 
 
-def test_no_program_of_a_hub_is_run(served: Hub, tmp_path: Path) -> None:
+def test_no_program_of_a_hub_is_run(served: DataHub, tmp_path: Path) -> None:
     served.files = {"some-data.py": f"open({str(tmp_path / 'ran')!r}, 'w')".encode()}
     with pytest.raises(UserError, match=key_words("program ... ftkit does not run")):
         read()
@@ -229,7 +160,7 @@ def test_no_program_of_a_hub_is_run(served: Hub, tmp_path: Path) -> None:
     ids=["an archive", "images", "HDF5", "pickles"],
 )
 def test_files_of_other_kinds_are_not_read_from_a_hub(
-    served: Hub, files: dict[str, bytes], message: str
+    served: DataHub, files: dict[str, bytes], message: str
 ) -> None:
     served.files = files
     with pytest.raises(UserError, match=key_words(message)):
@@ -237,14 +168,16 @@ def test_files_of_other_kinds_are_not_read_from_a_hub(
     assert served.transfers == []
 
 
-def test_a_broken_file_of_a_hub_is_an_error(served: Hub) -> None:
+def test_a_broken_file_of_a_hub_is_an_error(served: DataHub) -> None:
     served.files = {"a.jsonl": b'{"instruction": '}
     with pytest.raises(UserError, match="could not be loaded"):
         read()
 
 
 @pytest.mark.slow
-def test_a_run_reads_a_gated_data_set_with_its_access_token(served: Hub, tmp_path: Path) -> None:
+def test_a_run_reads_a_gated_data_set_with_its_access_token(
+    served: DataHub, tmp_path: Path
+) -> None:
     """As the command starts it, with the hub that the environment names."""
     served.gated = True
     of_hub = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path / "home")}
@@ -271,33 +204,33 @@ class TestOffline:
     """Data that were read once are read from the cache."""
 
     @pytest.fixture
-    def offline(self, served: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    def offline(self, served: DataHub, monkeypatch: pytest.MonkeyPatch) -> DataHub:
         read()
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         served.files.clear()
         return served
 
-    def test_the_cached_version_is_read(self, offline: Hub) -> None:
+    def test_the_cached_version_is_read(self, offline: DataHub) -> None:
         assert (len(read().train), read().version) == (6, "ccccccc")
         assert len(read(revision=COMMIT).train) == 6
 
     @pytest.mark.parametrize("revision", [OTHER_COMMIT, "v1"])
-    def test_another_version_is_refused(self, offline: Hub, revision: str) -> None:
+    def test_another_version_is_refused(self, offline: DataHub, revision: str) -> None:
         with pytest.raises(UserError, match=f"data.revision is {revision}.*\n.*{COMMIT}"):
             read(revision=revision)
 
-    def test_a_single_file_is_refused(self, offline: Hub) -> None:
+    def test_a_single_file_is_refused(self, offline: DataHub) -> None:
         with pytest.raises(UserError, match=key_words("data.data_files ... cannot be reached")):
             read(data_files="train.jsonl")
 
-    def test_a_data_set_missing_from_the_cache_is_an_error(self, offline: Hub) -> None:
+    def test_a_data_set_missing_from_the_cache_is_an_error(self, offline: DataHub) -> None:
         with pytest.raises(UserError, match=r"a/b is not a local file .*\n.*HF_HUB_OFFLINE"):
             read_hub(HubName(name="a/b"), None)
 
 
 @pytest.mark.extensions
-def test_nulls_that_the_table_needs_are_not_values_of_records(served: Hub) -> None:
+def test_nulls_that_the_table_needs_are_not_values_of_records(served: DataHub) -> None:
     """A table gives every object all keys that any of them has."""
     call = {"function": {"name": "sum", "arguments": {"a": 1}}}
     other = {"function": {"name": "say", "arguments": {"b": "x"}}}

@@ -58,7 +58,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "data").mkdir()
     named = {"own": {"file_name": "own.json"}, "chats": {"file_name": "chats.json",
              "formatting": "sharegpt", "columns": {"messages": "talk"}},
-             "documents": {"file_name": "own.json", "columns": {"prompt": "text"}}}  # fmt: skip
+             "documents": {"file_name": "own.json", "columns": {"prompt": "text"}},
+             "seen": {"file_name": "own.json", "columns": {"images": "images"}},
+             "far": {"file_name": "x/own.json", "columns": {"images": "images"}},
+             "otherwise": {"file_name": "own.json", "columns": {"images": "pictures"}},
+             "heard": {"file_name": "own.json", "columns": {"audios": "audios"}}}  # fmt: skip
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(named))
     sets = {"own": {"path": "data/own.json", "source": "local", "converter": "alpaca"}}
     (tmp_path / "sets.yaml").write_text(yaml.safe_dump(sets))
@@ -841,6 +845,46 @@ def test_a_file_of_a_hub_data_set_is_read_alone() -> None:
         options = keys_of(AXOLOTL, datasets=[entry(files)])["data"]["init_args"]
         assert (options["path"], options["data_files"]) == ("org/data", "x.jsonl.zst")
     assert says(refusal(AXOLOTL, datasets=[entry(["a.json", "b.json"])]), "several files")
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({}, {"image_max_pixels": 589824, "image_min_pixels": 1024}),
+        ({"image_max_pixels": 9999, "freeze_vision_tower": True}, {"image_max_pixels": 9999}),
+        ({"dataset": "own"}, {"image_max_pixels": None, "image_min_pixels": None}),
+        ({"dataset": "own", "image_max_pixels": 9999}, {"image_max_pixels": None}),
+        ({"dataset": "own", "freeze_vision_tower": False}, {"image_max_pixels": None}),
+    ],
+)
+def test_images_of_llama_factory_have_its_sizes(
+    keys: dict[str, Any], options: dict[str, Any]
+) -> None:
+    found = keys_of(FACTORY | {"dataset": "seen"} | keys)["data"]["init_args"]
+    assert {name: found.get(name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("key", "keys"),
+    [
+        ("freeze_vision_tower", {"freeze_vision_tower": False}),
+        ("freeze_multi_modal_projector", {"freeze_multi_modal_projector": False}),
+        ("freeze_language_model", {"freeze_language_model": True}),
+        ("image_do_pan_and_scan", {"image_do_pan_and_scan": True}),
+        ("crop_to_patches", {"crop_to_patches": True}),
+        ("media_dir", {"media_dir": "elsewhere"}),
+        ("dataset", {"dataset": "far"}),
+        ("dataset", {"dataset": "otherwise"}),
+        ("dataset", {"dataset": "heard"}),
+        ("stage", {"stage": "dpo"}),
+    ],
+)
+def test_what_llama_factory_does_otherwise_with_images_is_refused(
+    key: str, keys: dict[str, Any]
+) -> None:
+    message = refusal(FACTORY | {"dataset": "seen"} | keys)
+    assert says(message, f"{key}:", f"--without {key}")
+    assert not translation(FACTORY | {"dataset": "seen"} | keys, key).refused
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_texts_alone_are_written_as_before(kind: str) -> None:
 
 def test_a_template_of_texts_keeps_places() -> None:
     template = ImageTemplate.of(text_template("chatml", {}), "<image>")
-    assert not template.takes_parts
+    assert template.takes == "texts"
     assert f"{A}what {B}is it" in template.render(_CHAT)
 
 

@@ -133,20 +133,21 @@ def test_a_file_that_is_no_template_is_refused_unread(tmp_path: Path) -> None:
         read_template(tmp_path / "long")
 
 
-PART = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
-PARTS = f"{{% for m in messages %}}[{PART}]{{% endfor %}}"
-STRING = "{% if m.content is string %}[{{ m.content }}]{% else %}"
-BOTH = f"{{% for m in messages %}}{STRING}{PART}{{% endif %}}{{% endfor %}}"
+_TYPED = "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
+PARTS = {
+    "parts alone": _TYPED,
+    "texts and parts": "{% if m.content is string %}{{ m.content }}{% else %}"
+    + _TYPED
+    + "{% endif %}",
+    "texts alone": "{{ m.content }}",
+    "texts, and a type": "{{ m.content }}{% if m.type %}!{% endif %}",
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "written"),
-    [
-        (PARTS, "[hi]"),
-        ("{% for m in messages %}[{{ m.content }}: {{ m.type }}]{% endfor %}", "[hi: ]"),
-        (BOTH, "[hi]"),
-    ],
-    ids=["parts alone", "texts alone", "both"],
-)
-def test_a_text_is_written_by_a_template_of_any_contents(source: str, written: str) -> None:
-    assert ChatTemplate(source, "t").render([{"role": "user", "content": "hi"}]) == written
+@pytest.mark.parametrize("name", PARTS)
+def test_a_text_is_written_where_a_template_takes_parts_alone(name: str) -> None:
+    source = f"{{% for m in messages %}}{{{{ m.role }}}}: {PARTS[name]};{{% endfor %}}"
+    found = ChatTemplate(source, "tried").render(
+        [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    )
+    assert found == "user: 1+1?;assistant: 2;"

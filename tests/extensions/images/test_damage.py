@@ -1,0 +1,45 @@
+"""Damaged files of images: read, or refused with a reason; nothing else comes out."""
+
+import random
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from command import ROOT
+from PIL import Image
+
+from ftkit.data.records.record import Misfit
+from ftkit.extensions.images.files import MOST_PIXELS, BrokenImage, decode, read_file, reference
+
+TRIES = 250
+NAMES = ("a.png", "a.jpg", "a.webp", "a.gif")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_is_refused_by_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from fuzzing.mutations import mutate
+
+    file, ended = tmp_path / name, Counter[str]()
+    picture = Image.frombytes("RGB", (40, 30), random.Random(0).randbytes(40 * 30 * 3))
+    for number in range(TRIES):
+        if file.is_dir():
+            file.rmdir()
+        file.unlink(missing_ok=True)
+        picture.save(file)
+        what = mutate(file, random.Random(f"{name} {number}"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the decoder, about what it repairs
+            try:
+                reference(name, tmp_path)
+                image = decode(read_file(file))
+            except (Misfit, BrokenImage):
+                ended["refused"] += 1
+                continue
+        assert image.mode == "RGB", what
+        assert image.width * image.height <= MOST_PIXELS, what
+        ended["read"] += 1
+    assert ended["refused"] > TRIES / 10 and ended["read"]
