@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ftkit.data.records.media import MEDIA, Medium
 
-_AHEAD = 2
+AHEAD = 2
 """Micro-batches whose media are read beside the computation."""
 _MOST_THREADS = 8
 
@@ -98,7 +98,7 @@ def with_media(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if MEDIA in batch:
             batch[MEDIA].begin()
         waiting.append(batch)
-        if len(waiting) > _AHEAD:
+        if len(waiting) > AHEAD:
             yield ready(waiting.popleft())
     while waiting:
         yield ready(waiting.popleft())

@@ -9,6 +9,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from ftkit.data.media import AHEAD
 from ftkit.data.records.media import Medium, media_row
 from ftkit.data.samples.sample_set import Samples, SampleSet
 from ftkit.errors import UserError
@@ -16,6 +17,7 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.plan import Plan
 from ftkit.strategies.step_memory import MediaSize, MicroBatchSize
+from ftkit.strategies.strategy import tensors_in
 from ftkit.utils.registry import imported
 
 
@@ -139,6 +141,18 @@ def simulated_media(base: BaseModel, size: MicroBatchSize, dtype: torch.dtype) -
     return imported(media_row(size.media.kind).simulated_place)(
         base.tokenizer_directory, size, dtype
     )
+
+
+def waiting_bytes(base: BaseModel, size: MicroBatchSize, *, is_copied: bool) -> int:
+    """Host memory of the media that are read, but not on the device, beside a micro-step.
+
+    Args:
+        base: the model that takes them.
+        size: of the largest micro-batch.
+        is_copied: whether the micro-step computes on a copy, and those that were read stay.
+    """
+    media = simulated_media(base, size, torch.float32)
+    return (AHEAD + is_copied) * sum(tensor.nbytes for tensor in tensors_in(media))
 
 
 def allocated(media: Any) -> Any:

@@ -9,7 +9,7 @@ from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
 from ftkit.models.pretrained.reward_model import base_for
 from ftkit.planning import gpus
-from ftkit.planning.media import with_encoder, with_media
+from ftkit.planning.media import waiting_bytes, with_encoder, with_media
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate, simulate_alone
 from ftkit.recipe.kernels import has_liger
 from ftkit.recipe.objectives import model_beside, objective_rules
@@ -51,7 +51,8 @@ class PredictedMemory:
     moment: str
     """Moment of a step at which the peak occurs."""
     host_bytes: int
-    """Host memory of the rank's process, with what is offloaded and the copy of a save."""
+    """Host memory of the rank's process, with what is offloaded, the copy of a save, and media that
+    are read ahead."""
     host_low_bytes: int
     """Least part of `host_bytes` that is needed beside a GPU, whatever the micro-batch."""
     reserved_bytes: int
@@ -133,6 +134,7 @@ def predict(
     on_cpu = plan.accelerator == HOST_KIND
     process_bytes = _CPU_PROCESS_BYTES if on_cpu else _PROCESS_BYTES
     host_bytes = process_bytes + sum(offloaded.values())
+    host_bytes += waiting_bytes(base, batch, is_copied=not on_cpu)
     if plan.recipe.checkpoint.save and plan.recipe.checkpoint.asynchronous:
         staged_bytes = math.ceil(saved_bytes / plan.world_size)
         host_bytes += min(staged_bytes, plan.recipe.checkpoint.max_staged_bytes or staged_bytes)

@@ -161,7 +161,7 @@ class Planned:
     can_stay: bool
     """Whether it can be kept in this form in memory."""
     kept_bytes: int
-    """Bytes of the base model beside its language model, which are not loaded."""
+    """Bytes of the base model beside its language model, which are loaded only for media."""
     disk_bytes: int
     """Disk space of checkpoints and result at most, without those that keep_every adds."""
     result_layout: ResultLayout | None

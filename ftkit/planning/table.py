@@ -183,7 +183,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     if planned.known_as:
         yield "sizes", f"those of LitGPT's {planned.known_as}, because config.json was not found"
     if planned.kept_bytes:
-        yield "kept", f"{bytes_text(planned.kept_bytes)} of other parts of the model, not loaded"
+        use = "not loaded" if planned.length.media is None else "frozen, whole on each rank"
+        yield "kept", f"{bytes_text(planned.kept_bytes)} of other parts of the model, {use}"
     quantize = getattr(plan.recipe, "quantize", None)
     if planned.published:
         yield "published", published_text(planned.published, quantize)

@@ -12,6 +12,7 @@ from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write
 from runs import run_ranks
 from seeing_models import FIRST, save_model, write_chats
 
+from ftkit.cli.app import run
 from ftkit.planning.predict import Planned, plan_files
 from ftkit.runs.job import Job
 from ftkit.runs.report.report import Report, read_report
@@ -107,10 +108,10 @@ def measured(folder: Path, world_size: int) -> dict[tuple[str, str], Found]:
     run_ranks(world_size, list(jobs.values()), "counted_cases.py")
     found = {}
     for one, job in jobs.items():
-        run = Job.read(job).directory
-        peaks = [run.rank(rank).path / "peak.json" for rank in range(world_size)]
+        directory = Job.read(job).directory
+        peaks = [directory.rank(rank).path / "peak.json" for rank in range(world_size)]
         counted = [sum(json.loads(peak.read_text()).values()) for peak in peaks]
-        found[one] = Found(counted, read_report(run.rank(0).report))
+        found[one] = Found(counted, read_report(directory.rank(0).report))
     return found
 
 
@@ -144,6 +145,17 @@ def test_the_peak_with_images_is_predicted_within_2_percent(
     # All sequences would have the most images, and loss on every token.
     assert found.memory.heaviest is not None
     assert found.memory.heaviest.peak_bytes > 0.98 * max(found.peaks)
+
+
+def test_a_plan_says_that_the_tower_is_loaded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {**keys_of(folder, FIRST[0], "full"), "data": "JSON", "accelerator": "cpu"}
+    words = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
+    assert run(["plan", "finetune", *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "of other parts of the model, frozen, whole on each rank" in shown
+    assert "225 tokens (and 3 images): the longest sample" in shown
 
 
 @pytest.mark.parametrize("kind", FIRST)
