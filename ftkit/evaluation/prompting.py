@@ -89,7 +89,11 @@ def question_of(record: Mapping[str, Any]) -> Question:
         for pair in record.get("history", ())
         for role, text in zip(("user", "assistant"), pair, strict=True)
     )
-    return Question(text=record["instruction"], messages=(*system, *before, user))
+    return Question(
+        text=PLACES.sub(_SHOWN, record["instruction"]),
+        messages=(*system, *before, user),
+        media=record.get(MEDIA, ()),
+    )
 
 
 def _before(media: Sequence[Any], messages: Sequence[Message]) -> Sequence[Any]:

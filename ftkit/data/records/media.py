@@ -239,8 +239,15 @@ def as_given(record: Record) -> Record:
     def mark(place: re.Match[str]) -> str:
         return marks[number_of(place.group())]
 
-    messages = [m | {"content": PLACES.sub(mark, m["content"])} for m in record["messages"]]
-    return made | {"messages": messages}
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            return PLACES.sub(mark, value)
+        if isinstance(value, list):
+            return [marked(one) for one in value]
+        return {k: marked(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    files = [key for medium in record[MEDIA] for key in media_row(medium["kind"]).columns]
+    return {key: value if key in files else marked(value) for key, value in made.items()}
 
 
 def asked_with(text: str, kind: str, files: Iterable[str]) -> Record:

@@ -117,3 +117,16 @@ def test_a_chat_in_python_takes_images(folder: Path, rows: list[dict[str, Any]])
     with python.chat(folder / "llava", max_new_tokens=_TOKENS) as chat:
         answer = chat.ask(text, [folder / image for image in row["images"]])
     assert answer.text == _greedily(loop, row)
+
+
+def test_an_instruction_takes_images(ftkit: Command, folder: Path, tmp_path: Path) -> None:
+    record = {"instruction": "<image>what colour", "input": "is it", "images": ["images/0.png"]}
+    file = folder / "asked.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    words = ("--prompts", file, "--format", "json", "--max_new_tokens", _TOKENS)
+    (found,) = json.loads(ftkit("generate", folder / "llava", *words).stdout)
+    loop = PlainLoop("llava", folder / "llava", folder)
+    asked = {"role": "user", "content": "<image>what colour\n\nis it"}
+    assert found["answer"] == _greedily(loop, {"messages": [asked], "images": record["images"]})
+    assert found["instruction"] == record["instruction"]
+    assert [Path(image).name for image in found["images"]] == ["0.png"]
