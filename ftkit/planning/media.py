@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ftkit.data.media import AHEAD
@@ -157,4 +156,10 @@ def waiting_bytes(base: BaseModel, size: MicroBatchSize, *, is_copied: bool) -> 
 
 def allocated(media: Any) -> Any:
     """Return media whose tensors on the meta device are allocated; what they hold is undefined."""
-    return apply_to_collection(media, Tensor, lambda one: torch.empty(one.shape, dtype=one.dtype))
+    if isinstance(media, Tensor):
+        return torch.empty(media.shape, dtype=media.dtype)
+    if isinstance(media, dict):
+        return {name: allocated(value) for name, value in media.items()}
+    if isinstance(media, list | tuple):
+        return type(media)(allocated(value) for value in media)
+    return media

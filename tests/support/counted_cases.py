@@ -56,6 +56,7 @@ if __name__ == "__main__":
     gc.disable()
     import torch
 
+    from ftkit.data.media import Pending
     from ftkit.planning.tracker import LiveTensors
     from ftkit.runs.job import Job
     from ftkit.strategies.distributed import rank
@@ -63,6 +64,7 @@ if __name__ == "__main__":
     from ftkit.training.step import TrainStep
 
     run_step, predict = TrainStep.run, training_rank._note_prediction
+    begin = Pending.begin
     live = LiveTensors(torch.device("cpu"))
     state = Path()
 
@@ -77,6 +79,11 @@ if __name__ == "__main__":
         (state / "peak.json").write_text(json.dumps(live.peak().bytes))
         predict(*arguments)
 
+    def read_at_once(self: Pending) -> None:
+        begin(self)
+        assert self._future is not None
+        self._future.result()  # on a busy machine a thread may read it after the peak, or before
+
     for name in MESSAGES:  # those that this version of torch has
         if hasattr(torch.distributed, name):
             setattr(
@@ -84,6 +91,7 @@ if __name__ == "__main__":
             )
     training_rank._note_prediction = count_before_prediction
     TrainStep.run = restart_after_first_step
+    Pending.begin = read_at_once
     gc.freeze()
     gc.enable()
     with Path(os.devnull).open("w") as nowhere:

@@ -5,6 +5,8 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,11 @@ class ImageModel:
         Raises:
             UserError: ftkit cannot give images to this model.
         """
+        if find_spec("transformers.vision_utils") is None:
+            raise UserError(
+                "The records have images, which need a newer transformers than "
+                f"{version('transformers')}.\nTry pip install 'transformers>=5.24'."
+            )
         self._directory, self._limits = directory, limits
         self.config = _json(directory / "config.json")
         kind = str(self.config.get("model_type"))
