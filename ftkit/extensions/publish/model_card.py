@@ -192,6 +192,49 @@ tokenizer = AutoTokenizer.from_pretrained(name)
 }
 """The same of a language model within a multimodal one: by its class for text alone, transformers
 would load other names or none."""
+_ANSWER_TO_IMAGE = """
+content = [
+    {"type": "image", "path": "picture.png"},
+    {"type": "text", "text": "What is this?"},
+]
+inputs = processor.apply_chat_template(
+    [{"role": "user", "content": content}],
+    tokenize=True,
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+)
+answer = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
+print(processor.decode(answer, skip_special_tokens=True))
+```
+"""
+_USAGE_WITH_IMAGES: dict[CardKind, str] = {
+    "adapter": f"""With PEFT, about an image (processors of some models need torchvision):
+
+```python
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import GenerationConfig
+
+name = {HERE}
+base = PeftConfig.from_pretrained(name).base_model_name_or_path
+model = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), name)
+model.generation_config = GenerationConfig.from_pretrained(name)
+processor = AutoProcessor.from_pretrained(base)
+processor.tokenizer = AutoTokenizer.from_pretrained(name)
+processor.chat_template = processor.tokenizer.chat_template
+{_ANSWER_TO_IMAGE.lstrip()}""",
+    "hf": f"""With transformers, about an image (processors of some models need torchvision):
+
+```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+name = {HERE}
+model = AutoModelForImageTextToText.from_pretrained(name)
+processor = AutoProcessor.from_pretrained(name)
+{_ANSWER_TO_IMAGE.lstrip()}""",
+}
+"""The same where the training data had images."""
 _SCORE = """
 messages = [
     {"role": "user", "content": "Hello!"},
@@ -257,11 +300,19 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     # Not sorted: in the order of the recipe's own keys.
     recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
     scores = gives_scores(report.recipe.get("objective", _SFT))
+    sees = report.resolved is not None and report.resolved.heaviest_media is not None
     is_whole = report.resolved is not None and report.resolved.kept_bytes
-    special = _USAGE_OF_SCORES if scores else _USAGE_OF_WHOLE if is_whole else {}
+    special: Mapping[CardKind, str] = {}
+    task = "text-generation"
+    if scores:
+        special, task = _USAGE_OF_SCORES, "text-classification"
+    elif sees:
+        special, task = _USAGE_WITH_IMAGES, "image-text-to-text"
+    elif is_whole:
+        special = _USAGE_OF_WHOLE
     usage = special.get(kind, _USAGE[kind])
     parts = [
-        f"---\n{_head(kind, base, data, _type_of(report), scores=scores)}---\n",
+        f"---\n{_head(kind, base, data, _type_of(report), task)}---\n",
         f"# {base.name}, fine-tuned on {', '.join(data.names)}\n",
         f"{_kind_text(kind, report)}, made with {_PROJECT}.\n",
         f"| | |\n|---|---|\n{rows}\n",
@@ -293,14 +344,14 @@ def _names_base(card: str) -> bool:
     return "\nbase_model:" in head
 
 
-def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin, adapter: str, *, scores: bool) -> str:
+def _head(kind: CardKind, base: BaseOrigin, data: DataOrigin, adapter: str, task: str) -> str:
     """The metadata that the hub reads."""
     fields: dict[str, Any] = {
         "base_model": base.on_hub,
         "datasets": list(data.on_hub) or None,
         "library_name": _LIBRARIES[kind],
         "license": base.licence,
-        "pipeline_tag": "text-classification" if scores else "text-generation",
+        "pipeline_tag": task,
         "tags": [_PROJECT, *([adapter] if kind == "adapter" else [])],
     }
     known = {key: value for key, value in fields.items() if value is not None}

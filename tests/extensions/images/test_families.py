@@ -22,6 +22,7 @@ from rank_jobs import (
 from seeing_models import FIRST, KINDS, PlainLoop, save_model, write_chats
 
 from ftkit.cli.app import run
+from ftkit.extensions.publish.model_card import CardKind, card_text, with_name
 from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
@@ -249,8 +250,13 @@ def test_the_result_loads_in_transformers_and_sees_the_same(
 
 
 @pytest.mark.parametrize("kind", FIRST)
-def test_an_adapter_loads_in_peft_and_sees_the_same(
-    trained: Found, folder: Path, rows: list[dict[str, Any]], kind: str, evaluate: Evaluate
+def test_an_adapter_loads_in_peft_and_merged_and_sees_the_same(
+    trained: Found,
+    folder: Path,
+    rows: list[dict[str, Any]],
+    kind: str,
+    evaluate: Evaluate,
+    tmp_path: Path,
 ) -> None:
     final = trained(kind, ADAPTED).out_dir / "final"
     base = PlainLoop(kind, folder / kind, folder)
@@ -258,6 +264,31 @@ def test_an_adapter_loads_in_peft_and_sees_the_same(
     loss = evaluate(final, folder / "chats.jsonl")
     assert loss == pytest.approx(theirs.loss(rows), rel=1e-5)
     assert loss < base.loss(rows) - 0.1
+    merged = tmp_path / "merged"
+    assert run(["merge", str(final), "--out", str(merged)]) == 0
+    assert loss == pytest.approx(PlainLoop(kind, merged, folder).loss(rows), rel=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "kind_of_result"), [(ALONE, "hf"), (ADAPTED, "adapter")])
+def test_the_code_of_its_card_asks_about_an_image(
+    trained: Found,
+    folder: Path,
+    layout: Layout,
+    kind_of_result: CardKind,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    outcome, image = trained("llava", layout), next((folder / "images").glob("*.png"))
+    final = str(outcome.out_dir / "final")
+    card = card_text(outcome.report, folder / "llava", kind_of_result)
+    assert "\npipeline_tag: image-text-to-text\n" in card
+    code = with_name(card, final, None).partition("```python\n")[2].partition("```")[0]
+    assert "max_new_tokens=100" in code
+    code = code.replace("max_new_tokens=100", "max_new_tokens=6")
+    exec(code.replace("picture.png", str(image)), {})
+    said = capsys.readouterr().out.strip()
+    words = ["generate", final, "--image", str(image), "--prompt", "What is this?"]
+    assert run([*words, "--max_new_tokens", "6", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answer"].strip() == said
 
 
 @pytest.mark.parametrize("kind", FIRST)

@@ -55,7 +55,12 @@ def complete_settings(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise UserError(
             f"{name} is of the family {family}, but GGUF files are written of "
             f"{', '.join(ARCHITECTURES)}. Try --format hf, and llama.cpp's own "
-            "convert_hf_to_gguf.py."
+            "convert_hf_to_gguf.py"
+            + (
+                "; with --mmproj it writes what sees images."
+                if "vision_config" in settings
+                else "."
+            )
         )
     from transformers import AutoConfig
 
