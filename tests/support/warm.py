@@ -209,7 +209,7 @@ def _interpret(words: list[str], begun_by_server: bool) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
-def _without_prediction(base: str, beside: str | None, plan: Any, measured: Any, _: int) -> Any:
+def _without_prediction(base: str, beside: str | None, plan: Any, measured: Any, *_: Any) -> Any:
     return measured
 
 
