@@ -22,7 +22,14 @@ EXECUTED = sorted((ROOT / "notebooks").glob("[1-9]*.ipynb"))
 QUICKEST = ROOT / "notebooks/4_your_data_to_huggingface.ipynb"
 LONG = tuple(
     ROOT / f"notebooks/{name}.ipynb"
-    for name in ("1_single_gpu", "2_multi_gpu", "3_switch_hardware", "5_chat", "6_preference")
+    for name in (
+        "1_single_gpu",
+        "2_multi_gpu",
+        "3_switch_hardware",
+        "5_chat",
+        "6_preference",
+        "7_images",
+    )
 )
 """Two minutes and one or more each: in the matrix."""
 KERNEL = """
