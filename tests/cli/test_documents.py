@@ -127,9 +127,13 @@ BEFORE = [
 ]
 """What the documents take for done: runs that their lines name."""
 OF_A_HUB = ("ftkit download", "ftkit push", "openai/gsm8k")
-SHOWN_ELSEWHERE = ("--serve", "--tasks hellaswag", "--accelerator tpu", "--accelerator cuda")
-"""One does not end, one is refused, others need devices: tests/extensions/watch/test_live_page.py,
-tests/evaluation, tests/utils/accelerators, tests/simulated_card."""
+SHOWN_ELSEWHERE = (
+    *("--serve", "--tasks hellaswag", "--accelerator tpu", "--accelerator cuda"),
+    *("Qwen2.5-VL", "--image"),
+)
+"""One does not end, one is refused, others need devices or a model that sees:
+tests/extensions/watch/test_live_page.py, tests/evaluation, tests/utils/accelerators,
+tests/simulated_card, tests/extensions/images."""
 READS_RUNS = {"generate", "evaluate", "merge", "export", "compare", "checkpoints"}
 
 
@@ -156,7 +160,8 @@ def make_place(place: Path, tiny_base: Path) -> None:
     (place / "capitals.csv").write_text("question,answer\nred?,blue\n")
     write_tasks(place / "tasks", *LOCAL_TASKS)
     (place / "questions.txt").write_text("Who is Lena?\nWho is Max?\n")
-    (place / "questions.jsonl").write_text('{"instruction": "Who is Lena?"}\n')
+    asked = [{"instruction": f"Who is {name}?"} for name in ("Lena", "Max")]
+    (place / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     for source in (ROOT / "recipes").rglob("*.yaml"):
         file = place / source.relative_to(ROOT)
         file.parent.mkdir(parents=True, exist_ok=True)
