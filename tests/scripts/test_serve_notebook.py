@@ -135,7 +135,7 @@ def test_it_sets_up_jupyter_and_prints_how_to_connect(
     assert f"  ssh -N -L {port}:127.0.0.1:{port} " in clone.log.read_text()
     assert len(server.token) >= 32
     links = re.findall(r"^https://colab\S+ftkit/blob/work/(\S+)$", clone.log.read_text(), re.M)
-    assert len(links) == 7 and all((clone.root / link).is_file() for link in links)
+    assert len(links) == 8 and all((clone.root / link).is_file() for link in links)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_of_a_clone_from_github_it_knows_where_colab_opens_its_notebooks(
     there = f"https://colab.research.google.com/github/{place}/blob/work/"
     assert all(link.startswith(there) for link in links)
     named = [clone.root / link.removeprefix(there) for link in links]
-    assert named == sorted((clone.root / "notebooks").glob("*.ipynb")) and len(named) == 7
+    assert named == sorted((clone.root / "notebooks").glob("*.ipynb")) and len(named) == 8
 
 
 def test_links_to_colab_are_the_only_change_to_notebooks(
