@@ -62,7 +62,7 @@ _ARRAYS = {
     "media_offsets": "<i8",
     "media_files": "u1",
 }
-"""Files of the samples; without weights, labels or media there is no file of them."""
+"""Type of numbers in each file of the samples. Those of weights, labels and media may be absent."""
 _RECORD_OFFSETS, _WHOLE_LENGTHS = "record_offsets", "whole_lengths"
 # Bytes. hashlib and pread release the GIL, so that threads hash pieces at the same time.
 _PIECE_BYTES = 8 * 2**20

@@ -131,7 +131,7 @@ class Prepared:
     kept: dict[str, list[Record]]
     """Some of the records that are not fully trained on, by reason, to try changes on."""
     bad: BadRecords = field(default_factory=BadRecords)
-    """Records that are bad because of a file of theirs; none where they come from the cache."""
+    """Bad records whose image or other file is at fault; empty for samples from the cache."""
 
 
 def fit(sample: Rendered, max_seq_length: int, overlong: Overlong) -> list[Rendered]:

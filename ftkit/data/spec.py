@@ -73,7 +73,7 @@ class Part:
     media: tuple[str, ...] = ()
     """Kinds of media in its records."""
     skips_bad: bool = False
-    """Whether records are left out that are bad because of a file of theirs."""
+    """Whether a record whose image or other file is bad is left out."""
 
     @property
     def media_files(self) -> list[MediaFile]:

@@ -114,7 +114,7 @@ def _keeps_beside_instruction(key: str, item: Any, record: Record) -> bool:
     if is_column(key, record):
         return True
     kept = {"history": "history", "system": "sys_prompt"}.get(key)
-    # With places in it, a system prompt is no longer what was read.
+    # Placing images may have changed the text of the system prompt.
     is_same = key == "history" or MEDIA in record or record.get("sys_prompt") == item
     return kept in record and is_same
 

@@ -73,7 +73,7 @@ class Look(NamedTuple):
     size: str
     """In words, such as 640 x 480."""
     picture: str
-    """Url with its content, data:image/jpeg;base64,...; "": there is no picture."""
+    """data: url that holds the picture itself; "": there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

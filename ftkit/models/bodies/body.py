@@ -156,6 +156,7 @@ class Body(nn.Module, ABC):
             place: as `ftkit.models.architectures.architecture.Architecture.encoder`.
             rest: as of `load_beside`.
         """
+        # Not abstract: only bodies of transformers take media.
         raise NotImplementedError("only for bodies of architectures that take media")
 
     def load_beside(self, rest: Mapping[str, Any]) -> None:
