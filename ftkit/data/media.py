@@ -32,7 +32,8 @@ class MediaReader(ABC):
             width: of the padded sequences; None: they lie in a row.
 
         Returns:
-            What `ftkit.models.bodies.body.Body.hidden` takes as media.
+            What `ftkit.models.bodies.body.Body.hidden` takes as media. Where there are none, this
+            is of a blank one.
 
         Raises:
             UserError: a file is not what it was when the samples were made.

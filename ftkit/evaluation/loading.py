@@ -28,9 +28,10 @@ from ftkit.models.pretrained.base_model import (
     weight_reader,
     weights,
 )
+from ftkit.models.pretrained.recipe_model import with_named_parts, with_trained_parts
 from ftkit.models.pretrained.reward_model import as_reward_model
 from ftkit.recipe.devices import find_devices
-from ftkit.recipe.peft_adapter import CONFIG
+from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
 from ftkit.strategies.state import PARAMETER
@@ -107,7 +108,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
     if result.kind == "checkpoint" and not result.trains_part:
         # Tied weights are stored once, as those of the embedding.
         has_head = stored_name(PARAMETER, HEAD) in _stored(result)
-        found = open_without_weights(result.directory / BASE)
+        found = with_trained_parts(open_without_weights(result.directory / BASE), result.recipe)
         found = as_reward_model(found) if result.scores else found
         return dataclasses.replace(found, tied=not has_head)
     if result.kind == "model":
@@ -167,7 +168,12 @@ def base_of(result: Result, base: str | None, option: str) -> BaseModel:
             f"{name} is not the model that {result.name} was made from{known}: its weights "
             f"differ. Try {option} PATH with that model."
         )
-    return as_reward_model(found) if result.scores else found
+    if result.scores:
+        return as_reward_model(found)
+    if result.kind == "adapter":  # of any program: it names what is trained whole
+        whole = adapter_keys(result.directory)["lora_modules_to_save"]
+        return with_named_parts(found, whole or ())
+    return with_trained_parts(found, result.recipe)
 
 
 @dataclass(frozen=True, kw_only=True)

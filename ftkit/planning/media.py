@@ -80,7 +80,8 @@ def heaviest_of(found: Iterable[MediaSize | None]) -> MediaSize | None:
         return None
     heaviest = max(known, key=lambda media: sum(media.sizes))
     largest = max(size for media in known for size in media.sizes)
-    sizes = (*sorted(heaviest.sizes)[:-1], largest)
+    # First, because gradients of all behind it are there when its own are computed.
+    sizes = (largest, *sorted(heaviest.sizes)[:-1])
     return dataclasses.replace(heaviest, sizes=sizes)
 
 
@@ -137,9 +138,7 @@ def simulated_media(base: BaseModel, size: MicroBatchSize, dtype: torch.dtype) -
     """
     if size.media is None:
         return None
-    return imported(media_row(size.media.kind).simulated_place)(
-        base.tokenizer_directory, size, dtype
-    )
+    return imported(media_row(size.media.kind).simulated_place)(base, size, dtype)
 
 
 def waiting_bytes(base: BaseModel, size: MicroBatchSize, *, is_copied: bool) -> int:

@@ -5,9 +5,8 @@ import math
 from dataclasses import dataclass, field
 
 from ftkit.models.bodies.attention import common_path, planned_path
-from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, read_blueprint
-from ftkit.models.pretrained.reward_model import base_for
+from ftkit.models.pretrained.recipe_model import base_for
 from ftkit.planning import gpus
 from ftkit.planning.media import waiting_bytes, with_encoder, with_media
 from ftkit.planning.simulate import CPU, largest_micro_batch, simulate, simulate_alone
@@ -284,8 +283,7 @@ def predict_measured(
     """
     first = measured.ranks[0]
     recipe = plan.recipe
-    found = with_added_tokens(read_blueprint(base, recipe.implementation), recipe.added_tokens)
-    model = base_for(found, recipe.objective)
+    model = base_for(read_blueprint(base, recipe.implementation), recipe)
     model = with_encoder(model, plan, () if media is None else (media.kind,))
     weighted = first.micro_batch is not None and first.micro_batch.weighted
     known, other = model_beside(plan.recipe), None

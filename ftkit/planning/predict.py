@@ -15,11 +15,10 @@ from ftkit.models.dry_run import require_trainable
 from ftkit.models.language_model import outline
 from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
-from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_single_file
 from ftkit.models.pretrained.hub_errors import naming
-from ftkit.models.pretrained.reward_model import base_for
+from ftkit.models.pretrained.recipe_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.single_file import Conversion
 from ftkit.models.trained_part import trained_names
@@ -373,7 +372,7 @@ def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> 
     make_strategy(made).check_optimizer(CPU)  # refuses what the run would refuse
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
-    base = base_for(with_added_tokens(found, recipe.added_tokens), recipe.objective)
+    base = base_for(found, recipe)
     require_trainable(base, made.strategy, compiles=recipe.compile)
     trained_names(base, recipe.train)  # refuses what the run would refuse
     beside, other = _other_models(recipe)

@@ -7,7 +7,7 @@ recipe's fields (reading, help, what a resumed run may change) finds them there 
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +44,13 @@ class Section:
     """Of a row that rounds: MODULE:FUNCTION, called with the body on the meta device, its base
     model, the recipe and whether it trains. It replaces layers of the body and keeps the names of
     parameters; what it adds to memory is predicted by computing a step with them."""
+
+    encoder: str = ""
+    """Of a row that trains parts of a model that compute media: MODULE:CLASS of the
+    `ftkit.models.bodies.body.MediaEncoder`."""
+    parts: Callable[[Recipe], Sequence[str]] | None = None
+    """Returns which parts a recipe trains, by names that the encoder knows. None: the row has
+    nothing to do with media."""
 
     @property
     def names(self) -> list[str]:
@@ -118,6 +125,21 @@ def rounding_section(recipe: Recipe, *, trains: bool) -> Section | None:
     for row in sections():
         if row.rounds is not None and row.rounds(recipe, trains) is not None:
             return row
+    return None
+
+
+def trained_parts(recipe: Recipe) -> tuple[str, Sequence[str]] | None:
+    """Return the encoder of media of which a recipe trains parts, and which; None: it trains none.
+
+    Args:
+        recipe: of a run.
+
+    Returns:
+        The encoder's place, as `Section.encoder`, and names of parts.
+    """
+    for row in sections():
+        if row.parts is not None and (parts := row.parts(recipe)):
+            return row.encoder, parts
     return None
 
 

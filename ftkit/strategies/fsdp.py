@@ -113,7 +113,8 @@ class Fsdp(Strategy):
         return norm.full_tensor().item()
 
     def state_view(self) -> OptimizerStateView:
-        return RowState(self._model, self.optimizer, self.averages)
+        left_out = self._model.body.trained_beside
+        return RowState(self._model, self.optimizer, self.averages, left_out=left_out)
 
     def optimizer_memory(self) -> Iterator[tuple[Tensor, Category]]:
         for gradient in self.whole_gradients(self._model):

@@ -5,7 +5,7 @@ strategy.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -25,6 +25,9 @@ PARAMETER = "parameter"
 """Kind of a parameter's own numbers, beside the kinds of its optimizer state."""
 AVERAGE = "average"
 """Kind of the running average of a parameter, also in checkpoints."""
+
+LEFT_OUT = "left out: "
+"""Beginning of the names of scalars of parameters that some steps leave out."""
 
 Averages = defaultdict[Tensor, dict[str, Any]]
 """Running averages by parameter, in the form of an optimizer's state."""
@@ -98,7 +101,12 @@ class TorchState:
     """State of torch's or bitsandbytes' optimizer over parameters that this rank holds whole."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, averages: Averages | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        averages: Averages | None = None,
+        *,
+        left_out: Iterable[nn.Parameter] = (),
     ) -> None:
         """View the state of an optimizer.
 
@@ -106,8 +114,11 @@ class TorchState:
             model: that is trained.
             optimizer: that updates it.
             averages: of its parameters; None: there are none.
+            left_out: parameters that some steps leave out, all at once: their steps are counted
+                apart.
         """
         self._optimizer, self._averages = optimizer, averages
+        self._left_out = {*left_out}
         self._names = {
             parameter: our_name(name)
             for name, parameter in model.named_parameters()
@@ -182,6 +193,7 @@ class TorchState:
         for parameter in self._names:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if is_scalar_state(value):
+                    key = f"{LEFT_OUT}{key}" if parameter in self._left_out else key
                     of_key = by_number.setdefault(key, {})
                     of_key.setdefault(float(value), []).append(parameter)
         for key, of_key in by_number.items():
@@ -230,7 +242,8 @@ class TorchState:
                 if is_bitsandbytes:
                     # Its own method, because it decides for each parameter between 8 and 32 bits.
                     optimizer.init_state(group, parameter, group_index, index)
-                    state.update({key: int(value) for key, value in scalars.items()})
+                    own = self._scalars_of(parameter, scalars)
+                    state.update({key: int(value) for key, value in own.items()})
                     continue
                 if isinstance(optimizer, CodedState):
                     state.update(optimizer.new_state(parameter))
@@ -242,8 +255,17 @@ class TorchState:
                 if uses_muon(group):  # keeps no count of steps
                     continue
                 device = parameter.device if on_device else torch.device("cpu")
-                for key, value in scalars.items():
+                for key, value in self._scalars_of(parameter, scalars).items():
                     state[key] = torch.tensor(value, dtype=torch.float32, device=device)
+
+    def _scalars_of(self, parameter: Tensor, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Scalars of a parameter; of one that every step has left out, it has none."""
+        is_apart = parameter in self._left_out
+        return {
+            key.removeprefix(LEFT_OUT): value
+            for key, value in scalars.items()
+            if key.startswith(LEFT_OUT) == is_apart
+        }
 
 
 def _table_of(state: Mapping[str, Any], key: str, table: str) -> Tensor | None:

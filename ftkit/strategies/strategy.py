@@ -346,6 +346,15 @@ class Strategy(ABC):
         """Whether an infinite gradient leaves the update out and lowers the loss scale."""
         return getattr(self.precision, "scaler", None) is not None
 
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leave parameters and their optimizer state as they are in the next update.
+
+        Args:
+            parameters: whose gradients are zero on every rank.
+        """
+        for parameter in parameters:
+            parameter.grad = None
+
     def update(self) -> float:
         """Update the trained parameters if the norm is finite, then free the gradients.
 
@@ -407,7 +416,8 @@ class Strategy(ABC):
 
     def state_view(self) -> OptimizerStateView:
         """View of this rank's training state, for checkpoints."""
-        return TorchState(self._model, self.optimizer, self.averages)
+        left_out = self._model.body.trained_beside
+        return TorchState(self._model, self.optimizer, self.averages, left_out=left_out)
 
     def loss_scale(self) -> dict[str, float]:
         """Loss scale of float16 training, among the optimizer_scalars of a checkpoint."""

@@ -193,6 +193,7 @@ class Training:
                 start_step=first,
                 end_step=end,
                 mismatched=setup.objective.observes_mismatched,
+                fills_media=bool(setup.base.architecture.beside),
                 pin_memory=setup.plan.kind.pins_host_memory,
             )
         )

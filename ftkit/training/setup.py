@@ -49,13 +49,12 @@ from ftkit.models.language_model import LanguageModel, outline, trainable, train
 from ftkit.models.load_weights import fill, kept_parameters
 from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
-from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     checked_length,
     parameter_shapes,
 )
-from ftkit.models.pretrained.reward_model import base_for
+from ftkit.models.pretrained.recipe_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.models.routing import RouterLoss
@@ -326,6 +325,11 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     data, sets = _read_data(models, objective, recipe, journal)
     kinds = {kind for one in (*data.parts, *sets.parts) for kind in one.part.media}
     base = with_encoder(base, plan, kinds)
+    if base.architecture.beside and data.train.media_reader is None:
+        raise UserError(
+            "The recipe trains parts of the model that compute media, but the training data have "
+            "none, so nothing would change them. Leave these keys out, or give other data."
+        )
     # Before the model is built and filled: other data or another base model show at once.
     known = identities(recipe, base, data, start.metadata)
     if companion is not None:
@@ -390,7 +394,7 @@ def _open_models(job: Job, start: StartingPoint, journal: Journal) -> _Models:
     """Open the models, and refuse those that the run cannot train or compare with."""
     plan, recipe = job.plan, job.recipe
     opened = open_base_model(job.base, start, recipe.implementation)
-    base = base_for(with_added_tokens(opened, recipe.added_tokens), recipe.objective)
+    base = base_for(opened, recipe)
     if recipe.added_tokens and not base.added_tokens and start.metadata is None:
         journal.warn(
             f"data.add_tokens has no effect: the vocabulary of {base.name} has all of these tokens."

@@ -11,6 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from ftkit.checkpoint.metadata import SeedNames
 from ftkit.data.media import with_media
+from ftkit.data.records.media import MEDIA_OF
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.language_model import LanguageModel, compiled_graphs
 from ftkit.objectives.objective import Batch
@@ -87,6 +88,7 @@ class _Totals(NamedTuple):
     tokens: int
     label_tokens: int
     padded_tokens: int
+    media: int
 
 
 class TrainStep:
@@ -134,6 +136,8 @@ class TrainStep:
         self._step_loss = step_loss
         self._shares = zeros_for(step_loss, self._device)
         """[terms]: this rank's share of each term of the step so far."""
+        self._beside = [p for p in model.body.trained_beside if p.requires_grad]
+        """Parameters that only media have gradients of."""
         self._tokens = tokens = model.body.tokens
         by_model, embedding = seed_names == "model", model.body.embedding
         tokens.prepare(seed, self._device, model.architecture.seed_name if by_model else str)
@@ -155,7 +159,7 @@ class TrainStep:
         began = time.perf_counter()
         self._clock.restart()
         self._shares.zero_()
-        counts = [0, 0, 0, 0]
+        counts = [0, 0, 0, 0, 0]
         # On the host, so that a step of many micro-batches takes no memory of the device.
         of_step = list(_of_step(batches))
         self._meter.begin_step(step)
@@ -181,6 +185,9 @@ class TrainStep:
         totals = self._totals(counts)
         self._clock.mark("other")
         loss = self._step_loss.objective.loss_of(totals.terms)
+        if self._beside and not totals.media:
+            # As in a plain loop, where these have no gradient in such a step.
+            self._strategy.leave_out(self._beside)
         norm = self.update() if math.isfinite(loss) else math.nan
         self._clock.mark("optimizer")
         return self._record(step, totals, loss, norm, len(of_step), began)
@@ -290,7 +297,8 @@ def _of_step(batches: Iterator[Batch]) -> Iterator[Batch]:
             return
 
 
-def _counts(batch: Batch) -> tuple[int, int, int, int]:
-    """Samples, tokens, label tokens and padded positions of a micro-batch."""
+def _counts(batch: Batch) -> tuple[int, int, int, int, int]:
+    """Samples, tokens, label tokens, padded positions and media of a micro-batch."""
     tokens, positions = int(batch["tokens"]), int(batch["padded_tokens"])
-    return int(batch["samples"]), tokens, int(batch["label_tokens"]), positions - tokens
+    media = sum(map(len, batch.get(MEDIA_OF, ())))
+    return int(batch["samples"]), tokens, int(batch["label_tokens"]), positions - tokens, media

@@ -8,7 +8,7 @@ transformers' own processor: the processors themselves need torchvision.
 import importlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -526,9 +526,17 @@ class PlainLoop:
     """Training by transformers alone: its image processor and model, sample by sample."""
 
     def __init__(
-        self, kind: str, directory: Path, folder: Path, adapter: Path | None = None
+        self,
+        kind: str,
+        directory: Path,
+        folder: Path,
+        adapter: Path | None = None,
+        beside: tuple[str, ...] = (),
     ) -> None:
-        """Load the model, with an adapter that PEFT reads; its language model is trained."""
+        """Load the model, with an adapter that PEFT reads.
+
+        Its language model is trained, and what has one of the names in `beside`.
+        """
         self._kind, self._folder = kind, folder
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         self._images = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
@@ -538,20 +546,29 @@ class PlainLoop:
         if adapter is not None:
             self.model = PeftModel.from_pretrained(self.model, adapter).eval()
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(
-                "language_model" in name or "lm_head" in name or "text_model" in name
-            )
+            names = ("language_model", "lm_head", "text_model", *beside)
+            parameter.requires_grad_(any(one in name for one in names))
 
     def losses(
         self, rows: list[dict[str, Any]], steps: int, rate: float, eps: float
     ) -> list[float]:
         """Train on all rows in each step; returns the losses."""
+        return self.losses_of([rows] * steps, rate, eps)
+
+    def losses_of(
+        self,
+        steps: Sequence[list[dict[str, Any]]],
+        rate: float,
+        eps: float,
+        weight_decay: float = 0.0,
+    ) -> list[float]:
+        """Train on some rows in each step; returns the losses."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0, eps=eps)
-        samples = [self.sample(row) for row in rows]
-        total = sum(int((labels != -100).sum()) for _, labels in samples)
+        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=weight_decay, eps=eps)
         losses = []
-        for _ in range(steps):
+        for rows in steps:
+            samples = [self.sample(row) for row in rows]
+            total = sum(int((labels != -100).sum()) for _, labels in samples)
             loss_sum = 0.0
             for inputs, labels in samples:
                 logits = self.model(**inputs).logits[0, :-1].float()

@@ -36,6 +36,7 @@ def collate(
     source: int | None = None,
     numbers: Sequence[int] = (),
     reader: MediaReader | None = None,
+    fills_media: bool = False,
 ) -> dict[str, Any]:
     """Make a micro-batch of samples: one after the other in a row, or padded to a rectangle.
 
@@ -51,6 +52,7 @@ def collate(
         source: the number of the one that all samples are of, if that counts.
         numbers: of the sequences in the data set, if they are known; FILLER for a filler.
         reader: reads their media, if they may have some.
+        fills_media: whether a micro-batch without media gets a blank one, which stands nowhere.
 
     Returns:
         input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
@@ -116,7 +118,8 @@ def collate(
         label_sequences = np.append(label_sequences, np.full(missing, len(samples)))
         weighted = True
     media: dict[str, Any] = {}
-    if reader is not None and any(sample is not None and sample.media for sample in samples):
+    has_media = fills_media or any(sample is not None and sample.media for sample in samples)
+    if reader is not None and has_media:
         ids = [np.zeros(1, np.int32) if sample is None else sample.ids[:-1] for sample in samples]
         found = [() if sample is None else sample.media for sample in samples]
         media[MEDIA_OF] = found
@@ -156,6 +159,7 @@ def train_batches(
     end_step: int,
     *,
     mismatched: bool = False,
+    fills_media: bool = False,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """Load this rank's micro-batches of the steps [start_step, end_step), one per micro-step.
@@ -169,13 +173,14 @@ def train_batches(
         end_step: last step + 1.
         mismatched: whether each has a second one under "mismatched": its prompts, each with the
             answer of the sample before it in the order of the step, the first with the last one.
+        fills_media: as of `collate`.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
         Loader of what collate returns. It has no len: steps may have different numbers of
         micro-steps.
     """
-    batches = _MicroBatches(samples, order.layout, mismatched=mismatched)
+    batches = _MicroBatches(samples, order.layout, mismatched=mismatched, fills_media=fills_media)
     return _loader(batches, _StepSampler(order, start_step, end_step), pin_memory)
 
 
@@ -267,8 +272,11 @@ class _StepSampler(Sampler[_Key]):
 class _MicroBatches(Dataset[dict[str, Any]]):
     """Collated micro-batches, by the samples in them."""
 
-    def __init__(self, samples: Samples, layout: RankLayout, *, mismatched: bool) -> None:
+    def __init__(
+        self, samples: Samples, layout: RankLayout, *, mismatched: bool, fills_media: bool = False
+    ) -> None:
         self._samples, self._padding_free = samples, layout.padding_free
+        self._fills_media = fills_media
         self._shapes = layout.shapes
         self._weighted = samples.label_weights is not None
         self._mismatched = mismatched
@@ -298,6 +306,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             source=source,
             numbers=numbers,
             reader=self._samples.media_reader,
+            fills_media=self._fills_media,
         )
         if self._mismatched:
             answers = [None if i == FILLER else self._samples[i] for i in before]

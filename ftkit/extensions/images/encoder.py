@@ -1,17 +1,21 @@
-"""The parts of a model that see: whole on every rank, and frozen."""
+"""The parts of a model that see: frozen and whole on every rank, or trained with it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ftkit.errors import UserError
 from ftkit.extensions.images.families import family_of
+from ftkit.extensions.images.simulated import blank_inputs
 from ftkit.extensions.images.towers import Features
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_outline import compute_buffers
+from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.transformers_storage import TransformersStorage
 
 
@@ -26,9 +30,8 @@ class ImageEncoder:
             whole: on the meta device.
         """
         self._architecture = architecture
-        owner = architecture.language_name.rpartition(".")[0]
-        self._owner: Any = whole.get_submodule(owner)
-        self._prefix = f"{owner}." if owner else ""
+        self._prefix = _owner_of(architecture)
+        self._owner: Any = whole.get_submodule(self._prefix.removesuffix("."))
         family = family_of(whole.config.model_type)
         assert family is not None  # its reader has refused all others
         self._family = family
@@ -43,6 +46,54 @@ class ImageEncoder:
         self._tables = {
             name: buffer for name, buffer in self._named_buffers() if not buffer.is_meta
         }
+        self._beside = tuple(f"{name.removeprefix(self._prefix)}." for name in architecture.beside)
+        self._trains_tower = family.trains_tower(architecture.beside)
+        for name, parameter in self._named(nn.Module.named_parameters):
+            parameter.requires_grad_(name.startswith(self._beside))
+
+    @classmethod
+    def modules_of(cls, base: BaseModel, parts: Sequence[str]) -> list[str]:
+        """Return the names of the modules that are trained, in transformers' model.
+
+        These are the innermost ones with parameters. Those of which no feature has a gradient are
+        left out, such as a last layer whose states are not taken: ranks would wait for it.
+
+        Args:
+            base: whose they are.
+            parts: projector or tower, or both.
+
+        Raises:
+            UserError: the model has none, or they cannot be trained.
+        """
+        architecture = base.architecture
+        family = family_of(architecture.model_type or "")
+        is_whole = isinstance(architecture, TransformersArchitecture)
+        if family is None or family.sized is None or not is_whole:
+            raise UserError(
+                f"images.{parts[0]} is true, but ftkit trains no parts beside the language model "
+                f"of {base.name}. Try --images.{parts[0]} false."
+            )
+        assert isinstance(architecture, TransformersArchitecture)
+        encoder = cls(architecture, architecture.build())
+        projectors = tuple(f"{name}." for name in family.projector)
+        chosen = tuple(f"{name}." for name in family.tower) if "tower" in parts else ()
+        known = {
+            name: parameter
+            for name, parameter in encoder._named(nn.Module.named_parameters)
+            if (name.startswith(chosen) and not name.startswith(projectors))
+            or ("projector" in parts and name.startswith(projectors))
+        }
+        for parameter in known.values():
+            parameter.requires_grad_(parameter.is_floating_point())
+        features, deeper = encoder._features(blank_inputs(base.tokenizer_directory, "meta"))
+        total = torch.stack([one.float().sum() for one in (features, *deeper)]).sum()
+        found = torch.autograd.grad(total, [*known.values()], allow_unused=True)
+        owners = {
+            f"{encoder._prefix}{name.rpartition('.')[0]}"
+            for name, gradient in zip(known, found, strict=True)
+            if gradient is not None
+        }
+        return sorted(n for n in owners if not any(n.startswith(f"{o}.") for o in owners))
 
     def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         """Fill the parameters; see `ftkit.models.bodies.body.MediaEncoder`."""
@@ -50,6 +101,8 @@ class ImageEncoder:
         beside = self._owner.named_parameters(recurse=False)  # such as LLaVA-NeXT's end of a row
         of_parts = self._named(nn.Module.named_parameters)
         for name, tensor in [*beside, *of_parts, *self._named_buffers()]:
+            if isinstance(tensor, nn.Parameter) and name.startswith(self._beside):
+                continue  # it is one of the model's own
             owner, _, kind = name.rpartition(".")
             module = self._owner.get_submodule(owner)
             if isinstance(tensor, nn.Parameter):
@@ -69,7 +122,11 @@ class ImageEncoder:
 
     @property
     def flops(self) -> float:
-        """Operations of the tower for a patch: its matrices, without scores and projector."""
+        """Operations of the tower for a patch: its matrices, without scores and projector.
+
+        As of a pass forward; one that is trained also has a backward pass, for which activations
+        are computed again.
+        """
         towers = (part for part in self.modules if isinstance(part, PreTrainedModel))
         layers = (
             layer
@@ -77,7 +134,7 @@ class ImageEncoder:
             for layer in tower.modules()
             if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d)
         )
-        return 2.0 * sum(layer.weight.numel() for layer in layers)
+        return (8.0 if self._trains_tower else 2.0) * sum(one.weight.numel() for one in layers)
 
     def arguments(
         self, input_ids: Tensor, language: Any, media: Mapping[str, Any]
@@ -85,7 +142,7 @@ class ImageEncoder:
         """Put the features of images in the places of their tokens."""
         # Image by image: kernels for one and for several round differently, and a micro-batch has
         # one or several as the layout has it.
-        with torch.no_grad():
+        with torch.set_grad_enabled(bool(self._beside) and torch.is_grad_enabled()):
             found = [self._features(inputs) for inputs in media["images"]]
         places, given = media["places"], dict[str, Any]()
         if getattr(language.config, "hidden_size_per_layer_input", None):
@@ -94,6 +151,12 @@ class ImageEncoder:
             input_ids = input_ids.flatten().index_copy(0, places, padding).view_as(input_ids)
             given["per_layer_inputs"] = language.get_per_layer_inputs(input_ids)
         embedded = language.get_input_embeddings()(input_ids)
+        if media.get("is_blank"):
+            # Where parts are trained, ranks wait for each other's gradients: also for that of an
+            # image which stands nowhere, and is 0.
+            ((features, deeper),) = found
+            nothing = sum(0 * one.sum() for one in (features, *deeper))
+            return given | {"inputs_embeds": embedded + nothing}
         rows = torch.cat([features for features, _ in found]).to(embedded.dtype)
         flat = embedded.flatten(0, 1).index_copy(0, places, rows)
         given["inputs_embeds"] = flat.view_as(embedded)
@@ -108,6 +171,15 @@ class ImageEncoder:
         """What an image becomes."""
         if "features" in inputs:  # of an image in a simulated step, which needs no computation
             return inputs["features"](), []
+        if self._trains_tower and torch.is_grad_enabled():
+            # Computed again in the backward pass: memory is needed for one image at a time.
+            found: Features = checkpoint(
+                self._computed, inputs, use_reentrant=False, determinism_check="none"
+            )
+            return found
+        return self._computed(inputs)
+
+    def _computed(self, inputs: Mapping[str, Any]) -> Features:
         dtype = next(self.modules[0].parameters()).dtype
         is_float = {k: isinstance(v, Tensor) and v.is_floating_point() for k, v in inputs.items()}
         given = {k: v.to(dtype) if is_float[k] else v for k, v in inputs.items()}
@@ -122,3 +194,9 @@ class ImageEncoder:
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         return self._named(nn.Module.named_buffers)
+
+
+def _owner_of(architecture: TransformersArchitecture) -> str:
+    """Beginning of the names of what lies beside the language model."""
+    owner = architecture.language_name.rpartition(".")[0]
+    return f"{owner}." if owner else ""

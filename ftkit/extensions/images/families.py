@@ -5,7 +5,7 @@ again, because these processors need torchvision, also where their image process
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,24 @@ class Family:
     """What the owner of tower and projector makes of this."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the image processor."""
+    tower: tuple[str, ...] = ("vision_tower",)
+    """Modules that compute patches, by their names beside the language model."""
+    projector: tuple[str, ...] = ("multi_modal_projector",)
+    """Modules that make features for the language model of them; they may lie in the tower."""
     nested: bool = False
     """Whether the image processor takes a list of the images of each sample."""
     axes: bool = False
     """Whether tokens of images have positions along three axes: time, height and width."""
     sees_itself: bool = False
     """Whether the tokens of an image also see its later ones, whatever the settings say."""
+
+    def trains_tower(self, modules: Iterable[str]) -> bool:
+        """Return whether modules of a model, by their names in it, are trained parts of a tower."""
+        return any(
+            any(f".{one}." in f".{module}." for one in self.tower)
+            and not any(f".{one}." in f".{module}." for one in self.projector)
+            for module in modules
+        )
 
 
 def patches_of(settings: ImageSettings, inputs: Inputs) -> int:
@@ -186,6 +198,11 @@ def _with_tiles(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs
     }
 
 
+_OF_QWEN: dict[str, Any] = {
+    "tower": ("visual",),
+    "projector": ("visual.merger", "visual.deepstack_merger_list"),
+    "axes": True,
+}
 FAMILIES = (
     Family(types=("llava",), text=_of_llava, sized=_as_any, read=towers.as_read),
     Family(types=("llava_next",), text=_of_llava_next),
@@ -204,7 +221,7 @@ FAMILIES = (
         sized=_with_rows,
         read=towers.with_grid,
         features=towers.of_grid,
-        axes=True,
+        **_OF_QWEN,
     ),
     Family(
         types=(
@@ -212,7 +229,7 @@ FAMILIES = (
             *("glm4v", "glm4v_moe"),
         ),
         text=_of_grid,
-        axes=True,
+        **_OF_QWEN,
     ),
     Family(
         types=("idefics3", "smolvlm"),
@@ -220,10 +237,12 @@ FAMILIES = (
         sized=_with_tiles,
         read=towers.with_tiles,
         features=towers.of_tiles,
+        tower=("vision_model",),
+        projector=("connector",),
         options={"return_row_col_info": True},
         nested=True,
     ),
-    Family(types=("gemma4",), text=_of_gemma_4),
+    Family(types=("gemma4",), text=_of_gemma_4, projector=("embed_vision",)),
     Family(types=("internvl",), text=_of_internvl),
     Family(types=("mistral3",), text=_of_pixtral),
 )

@@ -161,6 +161,11 @@ class ImageModel:
     def _any_inputs(self) -> Inputs:
         return self._processed(_blank((64, 64)))
 
+    @cached_property
+    def blank(self) -> Inputs:
+        """What the tower is given of an image that shows nothing."""
+        return self.read(self._any_inputs)
+
     def inputs_of_size(self, patches: int) -> Inputs:
         """As `inputs`, of an image with a number of patches; the values do not matter."""
         assert self.family.sized is not None

@@ -26,7 +26,8 @@ class ImageReader(MediaReader):
         """Read the images of a micro-batch; arguments as of `MediaReader`.
 
         Returns:
-            images: what the tower is given of each.
+            images: what the tower is given of each; of a blank one where there is none.
+            is_blank: missing where there are images.
             places: [tokens of images], where they are among all tokens of the micro-batch.
             positions: [3, batch, sequence]; missing where positions have one axis.
             behind: [sequences], what an answer behind each adds to the count of tokens; as those.
@@ -48,6 +49,8 @@ class ImageReader(MediaReader):
             blocks.append(tuple((medium.first, medium.end) for medium in own))
             start += len(sequence) if width is None else width
         made: dict[str, Any] = {"images": images, "places": torch.cat(places)}
+        if not images:
+            made |= {"images": [self._model.blank], "is_blank": True}
         if family.axes:
             made["positions"] = _laid_out(positions, width)
             made["lengths"] = tuple(own.size(1) for own in positions)

@@ -1,6 +1,6 @@
 """Images of a micro-batch without values, for a simulated step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -8,42 +8,45 @@ from typing import Any
 import torch
 
 from ftkit.extensions.images.image_model import ImageModel, Limits
+from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.strategies.step_memory import MicroBatchSize
 
 
 def images_of_size(
-    directory: Path, size: MicroBatchSize, dtype: torch.dtype
+    base: BaseModel, size: MicroBatchSize, dtype: torch.dtype
 ) -> Mapping[str, Any] | None:
     """Return images as `ImageReader` reads them, with tensors on the meta device.
 
-    The tower computes the largest one, and gets the features of all others: it takes no more memory
-    for them, and a tower of many layers takes a while to simulate.
+    A tower of many layers takes a while to simulate. So it computes the largest image, and all
+    others have features already, where they take no more memory.
 
     Args:
-        directory: of the base model.
+        base: the model.
         size: of the micro-batch, which has images.
         dtype: of the tower.
 
     Returns:
         None for a family whose images cannot be simulated.
     """
-    model, media = _model(directory), size.media
+    model, media = _model(base.tokenizer_directory), size.media
     assert media is not None
     if model.family.sized is None:
         return None
-    *others, largest = sorted(media.sizes)
-    tokens = [model.tokens_of_size(patches) for patches in (*others, largest)]
+    tokens = [model.tokens_of_size(patches) for patches in media.sizes]
     width = model.configured.get_text_config().hidden_size
     lines = (1, size.tokens) if size.tokens is not None else (size.sequences, size.positions)
+    images, others = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+    computed = _computed(model, media.sizes, base.architecture.beside)
+    for index, (patches, count) in enumerate(zip(media.sizes, tokens, strict=True)):
+        read = _read(model, patches)
+        if index in computed:
+            images.append(read)
+        else:
+            images.append({"features": partial(torch.empty, count, width, dtype=dtype)})
+            others.append(read)
     made: dict[str, Any] = {
-        "images": [
-            *(
-                {"features": partial(torch.empty, count, width, dtype=dtype)}
-                for count in tokens[:-1]
-            ),
-            _read(model, largest),
-        ],
-        "others": [_read(model, patches) for patches in others],
+        "images": images,
+        "others": others,
         "places": _empty(sum(tokens), dtype=torch.int64),
     }
     if model.family.axes:
@@ -53,6 +56,30 @@ def images_of_size(
         with_images = len(media.lengths)
         made["blocks"] = (((0, 1),),) * with_images + ((),) * (size.sequences - with_images)
     return made
+
+
+def blank_inputs(directory: Path, device: str) -> Mapping[str, Any]:
+    """What the tower is given of an image that shows nothing.
+
+    Args:
+        directory: of the base model.
+        device: of its tensors.
+    """
+    found = _model(directory).blank
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def _computed(model: ImageModel, sizes: Sequence[int], beside: Sequence[str]) -> set[int]:
+    """Numbers of the images that are computed."""
+    if beside and not model.family.trains_tower(beside):
+        return {*range(len(sizes))}  # a trained projector keeps activations of all
+    largest = sizes.index(max(sizes))
+    if not beside:
+        return {largest}
+    # A backward pass begins with the last image. Before the largest one, there may be gradients of
+    # others, which are added up.
+    around = range(largest + 1, len(sizes)) or range(largest)
+    return {largest, *sorted(around, key=lambda index: sizes[index])[-1:]}
 
 
 @cache

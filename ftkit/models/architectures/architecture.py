@@ -5,6 +5,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self
 
@@ -153,6 +154,16 @@ class Architecture(ABC):
     encoder: str | None = None
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` beside the language model; None:
     the model is given texts alone."""
+    beside: tuple[str, ...] = ()
+    """Modules of the encoder that are trained: their parameters are among the model's own."""
+
+    def is_beside(self, name: str) -> bool:
+        """Return whether a module or parameter is one of `beside`, or in one."""
+        return f"{name}.".startswith(self._beginnings)
+
+    @cached_property
+    def _beginnings(self) -> tuple[str, ...]:
+        return tuple(f"{module}." for module in self.beside)
 
     @property
     @abstractmethod
@@ -316,11 +327,12 @@ class Architecture(ABC):
     def with_score(self) -> Self:
         """Copy whose output layer gives a score."""
 
-    def with_encoder(self, place: str) -> Self:
+    def with_encoder(self, place: str, beside: tuple[str, ...] = ()) -> Self:
         """Copy that is given media, too.
 
         Args:
             place: of the `encoder`.
+            beside: as the attribute.
 
         Raises:
             UserError: its implementation takes none.

@@ -120,6 +120,7 @@ class TransformersArchitecture(Architecture):
     """Number of blocks; None: as in the settings."""
     scores: bool = False
     encoder: str | None = None
+    beside: tuple[str, ...] = ()
 
     implementation = TRANSFORMERS
     body = "ftkit.models.bodies.transformers_body:TransformersBody"
@@ -382,8 +383,11 @@ class TransformersArchitecture(Architecture):
         return own | of_head
 
     def is_rest(self, name: str) -> bool:
-        """Return whether a parameter or buffer of the whole model is outside its language model."""
-        if not self.is_part:
+        """Return whether a parameter or buffer of the whole model stays as it is in the files.
+
+        These are all outside of its language model that are not trained.
+        """
+        if not self.is_part or self.is_beside(name):
             return False
         ours = (f"{self.language_name}.", f"{head_name(self.outline)}.")
         return not name.startswith(ours) or name.startswith(self._of_images)
@@ -460,7 +464,8 @@ class TransformersArchitecture(Architecture):
         # Rotary tables are in no file, so they need values before the weights are filled in.
         compute_buffers(part)
         freeze_untrained(part)
-        freeze_stored_buffers(part)
+        for trained in (part, *map(model.get_submodule, self.beside)):
+            freeze_stored_buffers(trained)
         return model
 
     def initial(self, name: str, shape: torch.Size) -> Initial:
@@ -534,8 +539,8 @@ class TransformersArchitecture(Architecture):
     def with_score(self) -> Self:
         return dataclasses.replace(self, scores=True)
 
-    def with_encoder(self, place: str) -> Self:
-        return dataclasses.replace(self, encoder=place)
+    def with_encoder(self, place: str, beside: tuple[str, ...] = ()) -> Self:
+        return dataclasses.replace(self, encoder=place, beside=beside or self.beside)
 
     def identity(self) -> dict[str, Any]:
         # Differences from the defaults: keys that a newer transformers adds change no fingerprint.

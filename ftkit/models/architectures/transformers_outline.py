@@ -142,11 +142,11 @@ def freeze_untrained(model: PreTrainedModel) -> None:
             module.requires_grad_(False)
 
 
-def freeze_stored_buffers(model: PreTrainedModel) -> None:
+def freeze_stored_buffers(model: nn.Module) -> None:
     """Make buffers that files hold frozen parameters, so that they are read and written."""
-    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    stored = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
-        if name not in computed:
+        if name in stored:
             owner, _, kind = name.rpartition(".")
             module = model.get_submodule(owner)
             # register_parameter refuses the name of a buffer.

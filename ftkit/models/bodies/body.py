@@ -28,13 +28,26 @@ class GatedMlp:
 
 
 class MediaEncoder(Protocol):
-    """The parts of a model that compute media; each rank has them whole, and they are not trained.
+    """The parts of a model that compute media; each rank has them whole, but for what is trained.
 
-    It is made of an architecture and transformers' whole model, on the meta device.
+    It is made of an architecture and transformers' whole model, on the meta device. Modules in the
+    architecture's `beside` are the body's own: strategies shard and fill them.
     """
 
+    @classmethod
+    def modules_of(cls, base: Any, parts: Sequence[str]) -> Sequence[str]:
+        """Return the names of the modules of a base model that are trained.
+
+        Args:
+            base: `ftkit.models.pretrained.base_model.BaseModel`.
+            parts: names that the encoder knows.
+
+        Raises:
+            UserError: they cannot be trained.
+        """
+
     def load(self, rest: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        """Fill its parameters; arguments as of `Body.load_beside`."""
+        """Fill its other parameters; arguments as of `Body.load_beside`."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -150,7 +163,7 @@ class Body(nn.Module, ABC):
         """
 
     def add_encoder(self, place: str, rest: Mapping[str, Any]) -> None:
-        """Add and load what computes media to a loaded body, which had none.
+        """Load what computes media into a loaded body, which is given it if it has none.
 
         Args:
             place: as `ftkit.models.architectures.architecture.Architecture.encoder`.
@@ -173,8 +186,13 @@ class Body(nn.Module, ABC):
         return 0.0
 
     @property
+    def trained_beside(self) -> list[nn.Parameter]:
+        """Its own parameters that compute media."""
+        return []
+
+    @property
     def beside(self) -> list[nn.Module]:
-        """Modules that compute media, which strategies have nothing to do with."""
+        """Modules that compute media; strategies have nothing to do with those of others."""
         return []
 
     @abstractmethod

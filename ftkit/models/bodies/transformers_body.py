@@ -76,12 +76,16 @@ class TransformersBody(Body):
         self._heads = [whole.get_submodule(head_name(whole))]  # in a list: not registered
         model = architecture.language_in(whole)
         self._model_name = architecture.language_name
-        # Not registered: strategies, checkpoints and optimizers have nothing to do with it.
+        # Not registered but for what is trained: strategies, checkpoints and optimizers have
+        # nothing to do with the rest.
         self._encoders: list[MediaEncoder] = []
         self._architecture = architecture
         if architecture.encoder is not None:
             self._encoders.append(imported(architecture.encoder)(architecture, whole))
-        self._place(model)
+        trained_beside = [whole.get_submodule(name) for name in architecture.beside]
+        for name, module in zip(architecture.beside, trained_beside, strict=True):
+            self._place(name, module)
+        self._place(self._model_name, model)
         self._takes_rows = architecture.takes_rows
         self._attended = _Attended()
         if self._takes_rows:
@@ -93,7 +97,7 @@ class TransformersBody(Body):
         _compute_without_values(model)
         _compute_in_float32(model, architecture.float32_modules)
         # Listed before adapters are added, the only modules that `train` switches.
-        self._own = tuple(model.modules())
+        self._own = (*model.modules(), *(m for one in trained_beside for m in one.modules()))
         self._depth = architecture.layers
         self._keeps_in_full = architecture.keeps_in_full
         if architecture.skipped_modules is not None:
@@ -131,14 +135,15 @@ class TransformersBody(Body):
     def _model(self) -> Any:
         return self.get_submodule(self._model_name)
 
-    def _place(self, model: nn.Module) -> None:
-        """Register the language model under its name in the whole model, which may be a path."""
-        *path, last = self._model_name.split(".")
+    def _place(self, path: str, module: nn.Module) -> None:
+        """Register a module under its name in the whole model, which may be a path."""
+        *around, last = path.split(".")
         parent: nn.Module = self
-        for name in path:
-            parent.add_module(name, nn.Module())
+        for name in around:
+            if name not in parent._modules:
+                parent.add_module(name, nn.Module())
             parent = parent.get_submodule(name)
-        parent.add_module(last, model)
+        parent.add_module(last, module)
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -212,7 +217,7 @@ class TransformersBody(Body):
         if not self._encoders:
             architecture = self._architecture
             self._encoders.append(imported(place)(architecture, architecture.build()))
-            self.load_beside(rest)
+        self.load_beside(rest)
 
     def load_beside(self, rest: Mapping[str, Any]) -> None:
         for encoder in self._encoders:
@@ -221,6 +226,11 @@ class TransformersBody(Body):
     @property
     def media_flops(self) -> float:
         return sum(encoder.flops for encoder in self._encoders)
+
+    @property
+    def trained_beside(self) -> list[nn.Parameter]:
+        beside = map(self.get_submodule, self._architecture.beside)
+        return [parameter for module in beside for parameter in module.parameters()]
 
     @property
     def beside(self) -> list[nn.Module]:

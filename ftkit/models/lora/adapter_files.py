@@ -178,7 +178,10 @@ def save_adapter(
         tied=base.tied if tie_embeddings is None else tie_embeddings,
     )
     tensors |= {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
-    config.modules_to_save = sorted({name.rpartition(".")[0] for name in whole}) or None
+    owners = {name.rpartition(".")[0] for name in whole}
+    # A module within another one is named by that.
+    outermost = (n for n in owners if not any(n.startswith(f"{other}.") for other in owners))
+    config.modules_to_save = sorted(outermost) or None
     config.task_type = REWARD_TASK if base.architecture.scores else "CAUSAL_LM"
     config.base_model_name_or_path = base.name if base.directory is None else str(base.directory)
     # As PEFT's own save_pretrained writes it; loading it for training resets it.
@@ -579,7 +582,8 @@ def adapter_tensors(
                 f"{base.name} ({error}). Give the model that the adapter was made for."
             ) from None
         # All else are copies of the base model's weights.
-        is_trained = is_adapter(f".{kind}") or f".{theirs}".endswith(whole)
+        is_whole = f".{theirs}".endswith(whole) or base.architecture.is_beside(theirs)
+        is_trained = is_adapter(f".{kind}") or is_whole
         (tensors if is_trained else copies).update(ours)
     # PEFT has both ends of a tied model; here they are one parameter.
     if base.tied:
@@ -695,6 +699,9 @@ def _holders(base: BaseModel) -> dict[str, tuple[list[str], Fused | None]]:
             layer = name.removesuffix(".weight")
             if layer not in holder[0]:
                 holder[0].append(layer)
+    for name in filter(base.architecture.is_beside, parameter_shapes(base)):
+        owner = name.rpartition(".")[0]
+        found.setdefault(owner, ([owner], None))
     # Older and newer names of the head mean the same layer.
     head, *others = head_names(base)
     for other in others:

@@ -56,7 +56,12 @@ def names_of(base: BaseModel, ours: str) -> tuple[str, ...]:
 
 def adapted_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[str]:
     """Full names in the model of the layers that are adapted."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        # What is trained beside the language model is trained whole.
+        if isinstance(module, nn.Linear) and not base.architecture.is_beside(our_name(name))
+    ]
     return chosen_layers(linear, base, lora)
 
 
@@ -174,10 +179,12 @@ def skipped_targets(model: nn.Module, base: BaseModel, lora: Lora) -> str | None
 def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Module]:
     """Layers that are trained whole.
 
-    They are those of `lora_modules_to_save`, what gives a score, and what has rows of added tokens.
+    They are those of `lora_modules_to_save`, what gives a score, what has rows of added tokens, and
+    what is trained beside the language model.
     """
+    beside = base.architecture.beside
     targets = [*(lora.lora_modules_to_save or []), *([SCORE] * base.architecture.scores)]
-    targets += _layers_of_tokens(base)
+    targets += [*_layers_of_tokens(base), *beside]
     if not targets:
         return []
     modules = {our_name(name): module for name, module in model.named_modules()}
@@ -186,7 +193,7 @@ def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Modul
     head, embedding = (
         weight.removesuffix(".weight") for weight in (HEAD, base.architecture.embedding)
     )
-    names[head] = None
+    names |= dict.fromkeys((head, *beside))
     # A part of a fused layer goes by the name of the whole, because PEFT trains that module.
     known = {ours: names_of(base, ours)[-1:] for ours in names} | {head: head_names(base)}
     adapted = {our_name(name) for name in adapted_layers(model, base, lora)}

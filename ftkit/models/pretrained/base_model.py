@@ -763,7 +763,9 @@ def _digest(base: BaseModel) -> str:
             # Nothing is read: the numbers follow from names and shapes in their order.
             digest.update(_text([name, list(shape)]))
         return digest.hexdigest()
-    for name, tensor in weights(base):
+    # Of the language model alone: another run trains other parts beside the same one.
+    beside = {*filter(base.architecture.is_beside, parameter_shapes(base))}
+    for name, tensor in weights(base, without=beside):
         digest.update(_text([name, list(tensor.shape)]))
         # Little-endian float64, which holds the values of all other formats exactly.
         digest.update(_sample(tensor).numpy().astype("<f8").tobytes())

@@ -13,30 +13,10 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, SCORE
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.recipe.objectives import objective_rules
-from ftkit.recipe.recipe import Component
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _PADDING = ("pad_token", "unk_token", "bos_token")
 """Keys of tokens that may stand for padding, the first best."""
-
-
-def base_for(base: BaseModel, objective: Component) -> BaseModel:
-    """Return the model that an objective trains, made of a base model.
-
-    Raises:
-        UserError: the objective needs logits and the base is a reward model, or transformers has
-            no such reward model.
-    """
-    if objective_rules(objective).scores:
-        return as_reward_model(base)
-    if base.architecture.scores:
-        raise UserError(
-            f"checkpoint_dir {base.name} is a reward model, which gives sequences a score and "
-            f"predicts no tokens, but objective is {objective['class_path']}. Try --objective "
-            "reward, or the model that it was made of."
-        )
-    return base
 
 
 def as_reward_model(base: BaseModel) -> BaseModel:

@@ -17,9 +17,10 @@ from ftkit.models.architectures.architecture import HEAD, Implementation
 from ftkit.models.language_model import outline_plain
 from ftkit.models.load_weights import initial_score
 from ftkit.models.pretrained.base_model import BaseModel, fingerprint, open_base, weights
-from ftkit.models.pretrained.reward_model import as_reward_model, base_for, padding_token
+from ftkit.models.pretrained.recipe_model import base_for
+from ftkit.models.pretrained.reward_model import as_reward_model, padding_token
 from ftkit.models.pretrained.save import chat_files, save_hf
-from ftkit.recipe.recipe import Component
+from ftkit.recipe.recipe import Component, Recipe
 
 SEQUENCES = [[0, 7, 9, 1], [0, 30, 2, 4, 8, 1]]
 FEW: dict[str, dict[str, Any]] = {
@@ -154,16 +155,16 @@ def test_without_any_special_token_padding_is_a_rare_one(tiny_base: Path) -> Non
     assert found > 300, "one of the last merges"
 
 
-def component(name: str) -> Component:
-    return Component(class_path=name, init_args={})
+def recipe_of(objective: str) -> Recipe:
+    return Recipe(checkpoint_dir="any", objective=Component(class_path=objective, init_args={}))
 
 
 @pytest.mark.extensions
 def test_a_reward_model_is_trained_on_as_one_alone(tiny_base: Path, tmp_path: Path) -> None:
     saved(as_reward_model(open_base(str(tiny_base))), tmp_path / "saved")
     again = open_base(str(tmp_path / "saved"))
-    assert base_for(again, component("reward")) is again
-    refusal = message_of(base_for, again, component("dpo"))
+    assert base_for(again, recipe_of("reward")) is again
+    refusal = message_of(base_for, again, recipe_of("dpo"))
     assert says(refusal, "saved", "reward", "dpo", "--objective reward")
 
 
