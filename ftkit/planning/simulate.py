@@ -319,6 +319,7 @@ def _sizes(
     frozen = [] if other is None else list(other.parameters())
     # That of a teacher is gathered where the loss is computed.
     head = [] if other is None or not is_teacher else list(other.head.parameters())
+    beside = set() if model is None else {*model.body.trained_beside}
     of_head = [] if model is None else _large(model.head.parameters())
     of_block = [] if model is None else _large(model.body.blocks[0].parameters())
     of_embedding = [] if model is None or model.tied else _large(model.body.embedding.parameters())
@@ -334,7 +335,9 @@ def _sizes(
         matrices=sum(p.numel() for p in trained if p.ndim > 1),
         hidden=0 if model is None else sum(p.numel() for p in hidden_matrices(model)),
         elements=sum(p.numel() for p in parameters),
-        small_elements=sum(p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS),
+        small_elements=sum(
+            p.numel() for p in parameters if p.numel() < PERSISTENT_ELEMENTS or p in beside
+        ),
         forward_only_elements=0 if model is None else sum(_large(_forward_only(model))),
         largest_trained=max((p.numel() for p in trained), default=0),
         embedding_elements=sum(of_embedding),

@@ -242,7 +242,7 @@ class TorchState:
                 if is_bitsandbytes:
                     # Its own method, because it decides for each parameter between 8 and 32 bits.
                     optimizer.init_state(group, parameter, group_index, index)
-                    own = self._scalars_of(parameter, scalars)
+                    own = scalars_of(scalars, left_out=parameter in self._left_out)
                     state.update({key: int(value) for key, value in own.items()})
                     continue
                 if isinstance(optimizer, CodedState):
@@ -255,17 +255,20 @@ class TorchState:
                 if uses_muon(group):  # keeps no count of steps
                     continue
                 device = parameter.device if on_device else torch.device("cpu")
-                for key, value in self._scalars_of(parameter, scalars).items():
+                for key, value in scalars_of(scalars, left_out=parameter in self._left_out).items():
                     state[key] = torch.tensor(value, dtype=torch.float32, device=device)
 
-    def _scalars_of(self, parameter: Tensor, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Scalars of a parameter; of one that every step has left out, it has none."""
-        is_apart = parameter in self._left_out
-        return {
-            key.removeprefix(LEFT_OUT): value
-            for key, value in scalars.items()
-            if key.startswith(LEFT_OUT) == is_apart
-        }
+
+def scalars_of(scalars: Mapping[str, float], *, left_out: bool) -> dict[str, float]:
+    """Scalars of the parameters that some steps leave out, or of the others.
+
+    There are none of parameters that every step has left out.
+    """
+    return {
+        key.removeprefix(LEFT_OUT): value
+        for key, value in scalars.items()
+        if key.startswith(LEFT_OUT) == left_out
+    }
 
 
 def _table_of(state: Mapping[str, Any], key: str, table: str) -> Tensor | None:

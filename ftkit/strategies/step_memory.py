@@ -244,7 +244,8 @@ class Sizes:
     elements: int
     """Elements of all parameters: a quantised element holds two numbers."""
     small_elements: int
-    """Elements of parameters below PERSISTENT_ELEMENTS, which ZeRO-3 keeps gathered."""
+    """Elements of parameters below PERSISTENT_ELEMENTS, and of those that compute media: ZeRO-3
+    keeps them gathered."""
     forward_only_elements: int
     """Elements of those above it that no backward pass needs, below everything that is trained."""
     largest_trained: int

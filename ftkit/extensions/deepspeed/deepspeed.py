@@ -5,11 +5,11 @@ https://arxiv.org/abs/2101.06840.
 
 Private parts that are used here, as they are in DeepSpeed 0.19 and Lightning 2.6:
 `deepspeed.ops.__compatible_ops__`; `ds_opt_adam` and `opt_id` of its CPU Adam; of a parameter
-`ds_tensor`, `ds_numel`, `ds_shape`, `ds_persist` (stage 3) and `_hp_mapping` (stages 1 and 2); of
-ZeRO's optimizers their flat partitions, `_get_fp32_opt_state_partition`,
-`_hp_optimizer_states_linked`, `_lazy_init_hp_params_optimizer_state`, `cur_scale` and parts of the
-names of attributes (`_CATEGORIES`); of Fabric's strategy `model`, and `setup_environment` of its
-parent.
+`ds_tensor`, `ds_numel`, `ds_shape`, `ds_persist`, `all_gather` (stage 3) and `_hp_mapping` (stages
+1 and 2); of ZeRO's optimizers their flat partitions, `_get_fp32_opt_state_partition`,
+`_optimizer_step`, `sub_group_to_group_id`, `persistent_parameters`, `_hp_optimizer_states_linked`,
+`_lazy_init_hp_params_optimizer_state`, `cur_scale` and parts of the names of attributes
+(`_CATEGORIES`); of Fabric's strategy `model`, and `setup_environment` of its parent.
 """
 
 import math
@@ -41,10 +41,12 @@ from ftkit.recipe.recipe import Component
 from ftkit.strategies.optimizers import resolve_optimizer
 from ftkit.strategies.state import (
     AVERAGE,
+    LEFT_OUT,
     PARAMETER,
     OptimizerStateView,
     StatePart,
     is_scalar_state,
+    scalars_of,
     state_kinds,
     whole_part,
     without_place,
@@ -77,6 +79,10 @@ _CATEGORIES: tuple[tuple[str, Category], ...] = (
     ("lp_param", "parameters"),
 )
 """Category of an attribute of DeepSpeed's optimizer by a part of its name; the first match wins."""
+
+
+_APART = "is_apart"
+"""Key of a group of parameters: whether they are those that some steps leave out."""
 
 
 def _register_adapter(model: nn.Module) -> None:
@@ -112,6 +118,22 @@ def _forget_powers(optimizer: Any) -> None:
         # with each step.
         numbers = [0.0] * 5
         optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *numbers, optimizer.adam_w_mode, False)
+
+
+def _group_apart(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Give parameters that some steps leave out groups of their own, which slices follow."""
+    apart, groups = {*parameters}, list[dict[str, Any]]()
+    for group in optimizer.param_groups:
+        for is_apart in (False, True):
+            if own := [one for one in group["params"] if (one in apart) == is_apart]:
+                groups.append(group | {"params": own, _APART: is_apart})
+    optimizer.param_groups[:] = groups
+
+
+def _is_apart(zero: Any, number: int) -> bool:
+    """Return whether a partition of ZeRO's optimizer is one of parameters that steps leave out."""
+    groups = getattr(zero, "sub_group_to_group_id", None) or {}
+    return bool(zero.optimizer.param_groups[groups.get(number, number)][_APART])
 
 
 class _OnAnyDevice(DeepSpeedStrategy):
@@ -191,6 +213,10 @@ class DeepSpeed(Strategy):
 
     def set_up(self, model: LanguageModel) -> None:
         self.optimizer = self.make_optimizer(model)
+        beside = [p for p in model.body.trained_beside if p.requires_grad]
+        _group_apart(self.optimizer, beside)
+        if self._options.stage == 3:
+            model.body.hold_beside()
         # Not moved: parameters are on the device already, or offloaded.
         self._forward, _ = self._fabric.setup(model, self.optimizer, move_to_device=False)
         strategy: Any = self._fabric.strategy
@@ -202,11 +228,36 @@ class DeepSpeed(Strategy):
         self._model, self._trained = model, trainable(model)
         if self.averages is not None:  # stored with the moments, of the same flat slices
             self.averages = self._zero.optimizer.state
+        self._leave_out_groups()
         if self._options.stage == 3:
             _register_adapter(model)
+            if beside:
+                self._keep_gathered(beside)
         # DeepSpeed has cast the rotary tables together with the parameters.
         model.body.build_rope_cache(self.device, model.body.max_length)
         self._note_rates()
+
+    def _leave_out_groups(self) -> None:
+        """Let an update leave out the groups of parameters without images, if there were none."""
+        self._leaves_out, update = False, self._zero._optimizer_step
+
+        def step(number: int) -> None:
+            if not (self._leaves_out and _is_apart(self._zero, number)):
+                update(number)
+
+        self._zero._optimizer_step = step
+
+    def _keep_gathered(self, parameters: list[Any]) -> None:
+        """Gather parameters now and after each update, as DeepSpeed does it with small ones.
+
+        Those that compute media: where modules gather them, ranks with other numbers of images
+        would wait for each other.
+        """
+        others = [one for one in parameters if not one.ds_persist]
+        for parameter in others:
+            parameter.ds_persist = True
+        self._zero.persistent_parameters += others
+        parameters[0].all_gather(parameters)
 
     @contextmanager
     def computing_with(self, model: LanguageModel) -> Iterator[None]:
@@ -253,11 +304,15 @@ class DeepSpeed(Strategy):
     def scales_loss(self) -> bool:
         return self.plan.precision.startswith("16")
 
+    def leave_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._leaves_out = True  # their gradients are already in flat slices
+
     def update(self) -> float:
         _forget_powers(self._zero.optimizer)
         # It also clips before, and frees the gradients after; in every precision it leaves the
         # update out if the norm is not finite.
         self._engine.step()
+        self._leaves_out = False
         norm = self.gradient_norm()
         if math.isfinite(norm) or self.scales_loss:
             self.average(self._state().partitions())
@@ -307,7 +362,8 @@ class DeepSpeed(Strategy):
             self._zero.checkpoint_event_epilogue()
 
     def _state(self) -> "ZeroState":
-        return ZeroState(self._zero, averages=self.averages is not None)
+        left_out = self._model.body.trained_beside
+        return ZeroState(self._zero, averages=self.averages is not None, left_out=left_out)
 
     def state_view(self) -> OptimizerStateView:
         return self._state()
@@ -460,14 +516,22 @@ class Partitions:
 class ZeroState:
     """State of an optimizer that DeepSpeed has sharded: float32 numbers in flat partitions."""
 
-    def __init__(self, zero: Any, *, averages: bool) -> None:
-        """View ZeRO's optimizer of any stage, with averages or without."""
+    def __init__(self, zero: Any, *, averages: bool, left_out: Iterable[nn.Parameter] = ()) -> None:
+        """View ZeRO's optimizer of any stage, with averages or without.
+
+        Args:
+            zero: the optimizer.
+            averages: whether its state has them.
+            left_out: parameters that some steps leave out.
+        """
         self._zero, self._has_averages = zero, averages
+        self._apart = {*left_out}
         self._inner = self._zero.optimizer
         self._rank = torch.distributed.get_rank()
 
     def parts(self, parameter: Any) -> Iterator[StatePart]:
-        kinds = [None, *self.kinds()]
+        own_kinds = self.kinds(is_apart=parameter in self._apart)
+        kinds = [None, *own_kinds]
         if hasattr(parameter, "ds_tensor"):  # stage 3
             size = parameter.ds_tensor.ds_numel
             # Ranks beyond the end of a small parameter have only padding.
@@ -497,7 +561,7 @@ class ZeroState:
         fragment = parameter._hp_mapping
         if fragment is None:  # this rank has nothing of it
             return
-        if self.kinds() - (fragment.optim_fragment or {}).keys():
+        if own_kinds - (fragment.optim_fragment or {}).keys():
             # DeepSpeed links the state of all groups after the first group's first step, when that
             # of later groups is still missing: link it again.
             self._zero._hp_optimizer_states_linked = False
@@ -511,9 +575,14 @@ class ZeroState:
             )
 
     def scalars(self) -> dict[str, float]:
-        # Any partition will do: all count the same steps.
-        state = self._inner.state.get(self.partitions()[0], {})
-        return {key: float(value) for key, value in state.items() if is_scalar_state(value)}
+        found: dict[str, float] = {}
+        for is_apart, prefix in ((False, ""), (True, LEFT_OUT)):
+            # Any partition will do: all of such parameters count the same steps.
+            for flat in self._partitions_of(is_apart)[:1]:
+                state = self._inner.state.get(flat, {})
+                numbers = {key: v for key, v in state.items() if is_scalar_state(v)}
+                found |= {f"{prefix}{key}": float(value) for key, value in numbers.items()}
+        return found
 
     def allocate(
         self, kinds: Mapping[str, Mapping[str, torch.Size]], scalars: dict[str, float]
@@ -523,18 +592,26 @@ class ZeroState:
             wanted.discard(AVERAGE)
         # DeepSpeed's own optimizers count steps in a Python int, torch's in a tensor.
         whole_steps = type(self._inner).__module__.startswith("deepspeed.")
-        for flat in self.partitions():
-            state = self._inner.state[flat]
-            state.update({kind: torch.zeros_like(flat.data) for kind in wanted})
-            for key, value in scalars.items():
-                state[key] = int(value) if whole_steps else torch.tensor(value)
+        for is_apart in (False, True):
+            own = scalars_of(scalars, left_out=is_apart)
+            for flat in self._partitions_of(is_apart):
+                if scalars and not own:  # every step has left them out
+                    continue
+                state = self._inner.state[flat]
+                state.update({kind: torch.zeros_like(flat.data) for kind in wanted})
+                for key, value in own.items():
+                    state[key] = int(value) if whole_steps else torch.tensor(value)
         if not hasattr(self._zero, "fp32_partitioned_groups_flat"):
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def kinds(self) -> Set[str]:
-        """Kinds of existing state, in order."""
+    def kinds(self, *, is_apart: bool = False) -> Set[str]:
+        """Kinds of existing state, in order.
+
+        Args:
+            is_apart: of the parameters that some steps leave out.
+        """
         # The first partition stands for all: an optimizer keeps the same kinds for each.
-        flat = self.partitions()[0]
+        flat = self._partitions_of(is_apart)[0]
         state = self._inner.state.get(flat, {})
         # Moments have the shape of the partition; counts of steps are scalars.
         moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.ndim}
@@ -542,6 +619,11 @@ class ZeroState:
             if moment.shape != flat.shape:
                 raise without_place(self._inner, kind)
         return moments.keys()
+
+    def _partitions_of(self, is_apart: bool) -> list[Tensor]:
+        """Partitions of the parameters that some steps leave out, or of the others."""
+        found = enumerate(self.partitions())
+        return [flat for number, flat in found if _is_apart(self._zero, number) == is_apart]
 
     def partitions(self) -> list[Tensor]:
         """This rank's numbers of every parameter group, flat."""

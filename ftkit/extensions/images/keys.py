@@ -46,12 +46,7 @@ def check(facts: Facts) -> list[str]:
         return []
     key = f"images.{parts[0]}"
     why = ""
-    if facts.strategy.waits_for_every_gradient:
-        why = (
-            f"{facts.strategy.name} gathers parameters module by module, and ranks have different "
-            "numbers of images. Try --strategy fsdp, or"
-        )
-    elif recipe.train.optimizer_in_backward:
+    if recipe.train.optimizer_in_backward:
         why = (
             "whether a step has images is known when all ranks have computed it, and "
             "train.optimizer_in_backward updates before. Try --train.optimizer_in_backward false, "

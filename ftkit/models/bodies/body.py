@@ -190,6 +190,12 @@ class Body(nn.Module, ABC):
         """Its own parameters that compute media."""
         return []
 
+    def hold_beside(self) -> None:
+        """Register the parameters of `trained_beside` without the modules that compute with them.
+
+        So hooks on the body's modules leave them alone.
+        """
+
     @property
     def beside(self) -> list[nn.Module]:
         """Modules that compute media; strategies have nothing to do with those of others."""

@@ -232,6 +232,10 @@ class TransformersBody(Body):
         beside = map(self.get_submodule, self._architecture.beside)
         return [parameter for module in beside for parameter in module.parameters()]
 
+    def hold_beside(self) -> None:
+        for name in self._architecture.beside:
+            self._place(name, _holder(self.get_submodule(name)))
+
     @property
     def beside(self) -> list[nn.Module]:
         return [module for encoder in self._encoders for module in encoder.modules]
@@ -476,6 +480,16 @@ class _Attended:
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
         attended = attend(q, k, v, self.sequences, scores, self.blocks)
         return attended.unflatten(0, (batch, -1))
+
+
+def _holder(module: nn.Module) -> nn.Module:
+    """A module that computes nothing, with the parameters of another one."""
+    made = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        made.register_parameter(name, parameter)
+    for name, child in module.named_children():
+        made.add_module(name, _holder(child))
+    return made
 
 
 def _use_attention(model: nn.Module, attended: _Attended) -> None:

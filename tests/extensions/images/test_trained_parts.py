@@ -29,6 +29,7 @@ NAMES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
     ("idefics3", BOTH): ("connector", "vision_model"),
 }
 """Names of what is trained beside the language model of a family, in transformers' model."""
+STAGE = "strategy.stage"
 TEXTS = (1, 0, 0, 2, 0, 0, 0, 1)
 """Images of records of which several steps have none."""
 
@@ -48,7 +49,8 @@ class Layout:
     def __str__(self) -> str:
         words = ("resumed",) * self.is_resumed + (self.strategy, self.method)
         words += (str(self.micro_batch_size), *("pairs" for _ in range(self.by_record)))
-        return "-".join((*words, *(f"{key}" for key, _ in self.more)))
+        more = (f"{key.rpartition('.')[2]} {value}" for key, value in self.more)
+        return "-".join((*words, *more))
 
     @property
     def alone(self) -> "Layout":
@@ -65,14 +67,18 @@ OFTEN = [
     ("llava", BOTH, Layout("fsdp", 1, is_resumed=True, by_record=True)),
     ("llava", BOTH, Layout("fsdp", 2, method="lora")),
     ("llava", BOTH, Layout(micro_batch_size=2)),
+    ("llava", BOTH, Layout("deepspeed", 1, is_resumed=True, by_record=True)),
 ]
 OTHERS = [
     (kind, parts, Layout(strategy, size, method=method, by_record=by_record))
     for kind, parts in NAMES
-    for strategy in ("ddp", "fsdp")
+    for strategy in ("ddp", "fsdp", "deepspeed")
     for size in (1, 2)
     for method in ("full", "lora")
     for by_record in (False, True)
+] + [
+    ("llava", BOTH, Layout("deepspeed", 1, is_resumed=True, by_record=True, more=((STAGE, stage),)))
+    for stage in (1, 2)
 ]
 Found = Callable[[str, tuple[str, ...], Layout], Outcome]
 
