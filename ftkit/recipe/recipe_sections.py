@@ -49,8 +49,8 @@ class Section:
     """Of a row that trains parts of a model that compute media: MODULE:CLASS of the
     `ftkit.models.bodies.body.MediaEncoder`."""
     parts: Callable[[Recipe], Sequence[str]] | None = None
-    """Returns which parts a recipe trains, by names that the encoder knows. None: the row has
-    nothing to do with media."""
+    """Returns which parts a recipe trains, by names that the encoder knows: true values of keys
+    below the row's name. None: the row has nothing to do with media."""
 
     @property
     def names(self) -> list[str]:
@@ -128,18 +128,14 @@ def rounding_section(recipe: Recipe, *, trains: bool) -> Section | None:
     return None
 
 
-def trained_parts(recipe: Recipe) -> tuple[str, Sequence[str]] | None:
-    """Return the encoder of media of which a recipe trains parts, and which; None: it trains none.
+def trained_parts(recipe: Recipe) -> tuple[Section, Sequence[str]] | None:
+    """Return the section whose parts that compute media a recipe trains, and which parts.
 
-    Args:
-        recipe: of a run.
-
-    Returns:
-        The encoder's place, as `Section.encoder`, and names of parts.
+    None: it trains none.
     """
     for row in sections():
         if row.parts is not None and (parts := row.parts(recipe)):
-            return row.encoder, parts
+            return row, parts
     return None
 
 

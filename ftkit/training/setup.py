@@ -73,7 +73,7 @@ from ftkit.recipe.implementations import HF, implementation_row
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe, Recipe
-from ftkit.recipe.recipe_sections import rounding_of
+from ftkit.recipe.recipe_sections import rounding_of, trained_parts
 from ftkit.recipe.sections import check_validations
 from ftkit.runs.checkpoints import size_of
 from ftkit.runs.directory import RunDirectory
@@ -325,10 +325,11 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     data, sets = _read_data(models, objective, recipe, journal)
     kinds = {kind for one in (*data.parts, *sets.parts) for kind in one.part.media}
     base = with_encoder(base, plan, kinds)
-    if base.architecture.beside and data.train.media_reader is None:
+    if (beside := trained_parts(recipe)) is not None and data.train.media_reader is None:
+        row, (part, *_) = beside
         raise UserError(
-            "The recipe trains parts of the model that compute media, but the training data have "
-            "none, so nothing would change them. Leave these keys out, or give other data."
+            f"{row.name}.{part} is true, but the training data have no {row.name}, so nothing "
+            f"would change it. Try --{row.name}.{part} false, or other data."
         )
     # Before the model is built and filled: other data or another base model show at once.
     known = identities(recipe, base, data, start.metadata)

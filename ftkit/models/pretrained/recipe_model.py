@@ -45,8 +45,8 @@ def with_trained_parts(base: BaseModel, recipe: Recipe | None) -> BaseModel:
     found = None if recipe is None else trained_parts(recipe)
     if found is None:
         return base
-    place, parts = found
-    return _with_modules(base, place, imported(place).modules_of(base, parts))
+    row, parts = found
+    return _with_modules(base, row.encoder, imported(row.encoder).modules_of(base, parts))
 
 
 def with_named_parts(base: BaseModel, targets: Collection[str]) -> BaseModel:
