@@ -170,7 +170,10 @@ def test_a_state_without_a_place_is_never_written(monkeypatch: pytest.MonkeyPatc
         list(HalfOfRows(model, optimizer).parts(model.weight))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     flat = torch.zeros(12)
-    inner = SimpleNamespace(state={flat: {"step": torch.tensor(1.0), "state1": torch.zeros(2, 12)}})
+    inner = SimpleNamespace(
+        state={flat: {"step": torch.tensor(1.0), "state1": torch.zeros(2, 12)}},
+        param_groups=[{"params": [flat], "is_apart": False}],
+    )
     zero = SimpleNamespace(optimizer=inner, single_partition_of_fp32_groups=[flat])
     with pytest.raises(UserError, match=r"state1 .*ddp"):
         ZeroState(zero, averages=False).kinds()
