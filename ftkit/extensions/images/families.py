@@ -6,7 +6,7 @@ again, because these processors need torchvision, also where their image process
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ftkit.extensions.images import towers
@@ -49,8 +49,8 @@ class Family:
     """What the tower is given of the inputs, by its settings; the host computes it."""
     features: Callable[[Any, Inputs], Features] = towers.by_own_function
     """What the owner of tower and projector makes of this."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the image processor."""
+    options: Callable[[ImageSettings], Mapping[str, Any]] = lambda settings: {}
+    """Further arguments of the image processor, which transformers' processor would give it."""
     nested: bool = False
     """Whether the image processor takes a list of the images of each sample."""
     axes: bool = False
@@ -144,10 +144,14 @@ def _of_internvl(settings: ImageSettings, inputs: Inputs) -> str:
     return f"<img>{settings.token * (tile * len(inputs['pixel_values']))}</img>"
 
 
+def _merged_side(settings: ImageSettings) -> int:
+    """Pixels along a token of an image."""
+    return settings.of_vision("patch_size") * int(settings.model.get("spatial_merge_size", 2))
+
+
 def _of_pixtral(settings: ImageSettings, inputs: Inputs) -> str:
     """Rows of tokens with a token between them, and one that ends the image."""
-    merged = int(settings.model.get("spatial_merge_size", 1))
-    side = settings.of_vision("patch_size") * merged
+    side = _merged_side(settings)
     height, width = (int(one) // side for one in inputs["image_sizes"][0])
     between, end = (
         str(settings.processor.get(f"image_{name}_token", f"[IMG_{name.upper()}]"))
@@ -195,7 +199,7 @@ FAMILIES = (
         text=_of_gemma,
         sized=_as_any,
         read=towers.as_read,
-        options={"do_pan_and_scan": False},
+        options=lambda _: {"do_pan_and_scan": False},
         sees_itself=True,
     ),
     Family(
@@ -220,12 +224,16 @@ FAMILIES = (
         sized=_with_tiles,
         read=towers.with_tiles,
         features=towers.of_tiles,
-        options={"return_row_col_info": True},
+        options=lambda _: {"return_row_col_info": True},
         nested=True,
     ),
     Family(types=("gemma4",), text=_of_gemma_4),
-    Family(types=("internvl",), text=_of_internvl),
-    Family(types=("mistral3",), text=_of_pixtral),
+    Family(types=("internvl",), text=_of_internvl, options=lambda _: {"crop_to_patches": True}),
+    Family(
+        types=("mistral3",),
+        text=_of_pixtral,
+        options=lambda settings: {"patch_size": _merged_side(settings)},
+    ),
 )
 """Families whose images ftkit trains on."""
 

@@ -137,7 +137,8 @@ class ImageModel:
         image = self._limits.within(image)
         images: list[Any] = [[image]] if self.family.nested else [image]
         try:
-            found = self._processor(images=images, return_tensors="pt", **self.family.options)
+            options = self.family.options(self._settings)
+            found = self._processor(images=images, return_tensors="pt", **options)
         # Processors raise what they meet in images of extreme shapes.
         except Exception as error:
             size = f"{image.width:,} x {image.height:,}"
