@@ -1,7 +1,7 @@
 """The parts of a model that see: whole on every rank, and frozen."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -99,18 +99,18 @@ class ImageEncoder:
         given["inputs_embeds"] = flat.view_as(embedded)
         # Features that are added to the states behind the first blocks.
         if deeper := [torch.cat(of_block) for of_block in zip(*(d for _, d in found), strict=True)]:
-            is_image = places.new_zeros(flat.size(0), dtype=torch.bool).index_fill(0, places, True)
-            given["visual_pos_masks"] = is_image.view(embedded.shape[:2])
+            # Transformers' own (seen in 5.24) takes a mask, and looks for places on the device.
+            language._deepstack_process = _with_more
+            given["visual_pos_masks"] = places
             given["deepstack_visual_embeds"] = [one.to(embedded.dtype) for one in deeper]
         return given
 
     def _features(self, inputs: Mapping[str, Any]) -> Features:
         """What an image becomes."""
         if "features" in inputs:  # of an image in a simulated step, which needs no computation
-            return inputs["features"](), []
+            return cast(Features, inputs["features"]())
         dtype = next(self.modules[0].parameters()).dtype
-        is_float = {k: isinstance(v, Tensor) and v.is_floating_point() for k, v in inputs.items()}
-        given = {k: v.to(dtype) if is_float[k] else v for k, v in inputs.items()}
+        given = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
         return self._family.features(self._owner, given)
 
     def _named(self, method: Any) -> list[tuple[str, Any]]:
@@ -122,3 +122,8 @@ class ImageEncoder:
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         return self._named(nn.Module.named_buffers)
+
+
+def _with_more(states: Tensor, places: Tensor, more: Tensor) -> Tensor:
+    """[batch, sequence, width], states of which those of images have something added."""
+    return states.flatten(0, 1).index_add(0, places, more.to(states.dtype)).view_as(states)

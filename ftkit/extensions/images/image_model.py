@@ -164,7 +164,6 @@ class ImageModel:
 
     def inputs_of_size(self, patches: int) -> Inputs:
         """As `inputs`, of an image with a number of patches; the values do not matter."""
-        assert self.family.sized is not None
         return self.family.sized(self._settings, self._any_inputs, patches)
 
     def tokens_of_size(self, patches: int) -> int:

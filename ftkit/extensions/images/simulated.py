@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from ftkit.extensions.images.image_model import ImageModel, Limits
+from ftkit.extensions.images.towers import Features
 from ftkit.strategies.step_memory import MicroBatchSize
 
 
-def images_of_size(
-    directory: Path, size: MicroBatchSize, dtype: torch.dtype
-) -> Mapping[str, Any] | None:
+def images_of_size(directory: Path, size: MicroBatchSize, dtype: torch.dtype) -> Mapping[str, Any]:
     """Return images as `ImageReader` reads them, with tensors on the meta device.
 
     The tower computes the largest one, and gets the features of all others: it takes no more memory
@@ -23,22 +22,18 @@ def images_of_size(
         directory: of the base model.
         size: of the micro-batch, which has images.
         dtype: of the tower.
-
-    Returns:
-        None for a family whose images cannot be simulated.
     """
     model, media = _model(directory), size.media
     assert media is not None
-    if model.family.sized is None:
-        return None
     *others, largest = sorted(media.sizes)
     tokens = [model.tokens_of_size(patches) for patches in (*others, largest)]
     width = model.configured.get_text_config().hidden_size
+    blocks = getattr(model.configured.vision_config, "deepstack_visual_indexes", None) or ()
     lines = (1, size.tokens) if size.tokens is not None else (size.sequences, size.positions)
     made: dict[str, Any] = {
         "images": [
             *(
-                {"features": partial(torch.empty, count, width, dtype=dtype)}
+                {"features": partial(_features, count, width, len(blocks), dtype)}
                 for count in tokens[:-1]
             ),
             _read(model, largest),
@@ -57,8 +52,13 @@ def images_of_size(
 
 @cache
 def _model(directory: Path) -> ImageModel:
-    # A text that is in no other, so that it can be counted; sizes are given, whatever limits are.
-    return ImageModel(directory, lambda _: "\0", Limits())
+    # Texts that are in no other, so that they can be counted; sizes are given, whatever limits are.
+    return ImageModel(directory, lambda token: f"\0{token}\0", Limits())
+
+
+def _features(count: int, width: int, blocks: int, dtype: torch.dtype) -> Features:
+    rows, *deeper = (torch.empty(count, width, dtype=dtype) for _ in range(1 + blocks))
+    return rows, deeper
 
 
 def _read(model: ImageModel, patches: int) -> Mapping[str, Any]:
