@@ -395,6 +395,29 @@ _TABLE: dict[str, _Kind] = {
         },
     ),
 }
+_TABLE["llava_onevision"] = _Kind(
+    mark="<image>\n",
+    token="<image>",
+    settings={
+        "text_config": _TEXT | {"model_type": "qwen2"},
+        "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+        "image_grid_pinpoints": _PINS,
+        "vision_aspect_ratio": "anyres_max_2",
+    },
+    tokens={"image_token_id": "<image>", "video_token_id": "<|video_pad|>"},
+    processor=(
+        "LlavaOnevisionImageProcessorPil",
+        {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": _PINS},
+    ),
+    theirs=("llava_onevision", "LlavaOnevisionProcessor"),
+    attributes={
+        "num_image_tokens": 4,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": "anyres_max_2",
+        "image_processor": SimpleNamespace(image_grid_pinpoints=_PINS),
+    },
+    nested=True,
+)
 FIRST = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 """Families whose tests are the most."""
 KINDS = tuple(_TABLE)
@@ -660,7 +683,7 @@ def _theirs(kind: _Kind) -> Any:
 
 _OF_MODEL = (
     *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
-    "image_position_ids",
+    *("image_position_ids", "batch_num_images"),
 )
 """What an image processor returns for the model."""
 _METHODS = ("_get_number_of_features", "_get_unpadded_features")

@@ -55,6 +55,8 @@ class Family:
     """Further arguments of the image processor, which transformers' processor would give it."""
     nested: bool = False
     """Whether the image processor takes a list of the images of each sample."""
+    depends: bool = False
+    """Whether an image that is the only one of its sample becomes something else."""
     axes: bool = False
     """Whether tokens of images have positions along three axes: time, height and width."""
     sees_itself: bool = False
@@ -99,6 +101,26 @@ def _of_llava(settings: ImageSettings, inputs: Inputs) -> str:
 
 def _of_llava_next(settings: ImageSettings, inputs: Inputs) -> str:
     """The whole image, then its tiles without their padding, with a token behind each row."""
+    side = inputs["pixel_values"].shape[-1] // _patch_side(settings)
+    rows, columns = _shown(settings, inputs)
+    return settings.token * (side**2 + _whole_tokens(settings) + rows * (columns + 1))
+
+
+def _of_llava_onevision(settings: ImageSettings, inputs: Inputs) -> str:
+    """As `_of_llava_next`, with tiles scaled down to a limit; no tiles beside other images."""
+    side = inputs["pixel_values"].shape[-1] // _patch_side(settings)
+    if int(inputs["batch_num_images"][0]) > 1:
+        return settings.token * (side**2 + 1)
+    rows, columns = _shown(settings, inputs)
+    limit = settings.model.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
+    ratio = math.sqrt(rows * columns / (int(limit) * side**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return settings.token * (side**2 + rows * (columns + 1))
+
+
+def _shown(settings: ImageSettings, inputs: Inputs) -> tuple[int, int]:
+    """Rows and columns of the tokens of tiles that show a part of the image."""
     from transformers.image_processing_utils import select_best_resolution
 
     height, width = (int(side) for side in inputs["image_sizes"][0])
@@ -113,8 +135,7 @@ def _of_llava_next(settings: ImageSettings, inputs: Inputs) -> str:
     else:
         shown = int(round(width * (all_rows / height), 7))
         all_columns -= (all_columns - shown) // 2 * 2
-    count = rows * columns + _whole_tokens(settings) + all_rows * all_columns + all_rows
-    return settings.token * count
+    return all_rows, all_columns
 
 
 def _of_gemma(settings: ImageSettings, inputs: Inputs) -> str:
@@ -212,7 +233,8 @@ def _with_pinpoints(settings: ImageSettings, inputs: Inputs, patches: int) -> In
     _, count, _, high, wide = pixels.shape
     sizes = settings.processor["image_grid_pinpoints"]
     size = next((one for one in sizes if one[0] * one[1] == (count - 1) * high * wide), sizes[0])
-    return {"pixel_values": pixels, "image_sizes": [size]}
+    # LLaVA-OneVision has no tiles where a sample has several images.
+    return {"pixel_values": pixels, "image_sizes": [size], "batch_num_images": [1 + (count == 1)]}
 
 
 def _with_tiles(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
@@ -231,6 +253,14 @@ FAMILIES = (
     Family(types=("llava",), text=_of_llava, sized=_with_pictures),
     Family(
         types=("llava_next",), text=_of_llava_next, sized=_with_pinpoints, read=towers.with_sizes
+    ),
+    Family(
+        types=("llava_onevision",),
+        text=_of_llava_onevision,
+        sized=_with_pinpoints,
+        read=towers.with_sizes,
+        nested=True,
+        depends=True,
     ),
     Family(
         types=("gemma3",),
@@ -290,6 +320,19 @@ FAMILIES = (
     ),
 )
 """Families whose images ftkit trains on."""
+_TORCHVISION = "their image processor needs torchvision, without which ftkit is installed"
+NOT_GIVEN = {
+    "paligemma": "their prompts are no conversations, but a text behind images that sees itself",
+    "mllama": "they attend to images by cross-attention, and have no tokens for them",
+    **dict.fromkeys(
+        (
+            *("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "perception_lm"),
+            "phi4_multimodal",
+        ),
+        _TORCHVISION,
+    ),
+}
+"""Why models of some types are given no images."""
 
 
 def family_of(model_type: str) -> Family | None:

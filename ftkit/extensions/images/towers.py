@@ -8,12 +8,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Inputs = Mapping[str, Any]
-"""Of one image: tensors for the device; arrays of numpy and lists stay on the host."""
+"""Of one image: tensors for the device, and arrays of numpy, which stay on the host."""
 Features = tuple[Tensor, list[Tensor]]
 """[tokens, width], what an image becomes; and what is added to this behind each of the first blocks
 of the language model."""
@@ -30,9 +31,12 @@ def as_read(vision: Any, inputs: Inputs) -> Inputs:
 
 
 def with_sizes(vision: Any, inputs: Inputs) -> Inputs:
-    """As `as_read`, with height and width of the image before it became tiles."""
-    sizes = [[int(side) for side in inputs["image_sizes"][0]]]
-    return {"pixel_values": inputs["pixel_values"], "image_sizes": sizes}
+    """As `as_read`, with height and width of the image, and the number of images of its sample."""
+    made: dict[str, Any] = {"pixel_values": inputs["pixel_values"]}
+    for key in ("image_sizes", "batch_num_images"):
+        if key in inputs:
+            made[key] = np.asarray(inputs[key])
+    return made
 
 
 def with_places(vision: Any, inputs: Inputs) -> Inputs:
