@@ -103,6 +103,8 @@ class _Kind:
     """What that method reads of its processor."""
     files: dict[str, Any] = field(default_factory=dict)
     """Content of processor_config.json."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What that class gives the image processor, beside its `images_kwargs`."""
     replaced: str = ""
     """Part of the mark that is replaced; "": the token."""
     nested: bool = False
@@ -278,7 +280,10 @@ _TABLE: dict[str, _Kind] = {
     "glm4v": _Kind(
         mark="<|begin_of_image|><|image|><|end_of_image|>",
         token="<|image|>",
-        settings={"text_config": _TEXT | _AXES, "vision_config": _QWEN3},
+        settings={
+            "text_config": _TEXT | _AXES,
+            "vision_config": _VISION | {"depth": 2, "out_hidden_size": 32},
+        },
         tokens={
             "image_token_id": "<|image|>",
             "video_token_id": "<|video_pad|>",
@@ -336,7 +341,10 @@ _TABLE: dict[str, _Kind] = {
             "vision_config": _VISION | {"image_size": [16, 16], "patch_size": [4, 4]},
         },
         tokens={"image_token_id": "<IMG_CONTEXT>"},
-        processor=("GotOcr2ImageProcessorPil", {"size": {"height": 16, "width": 16}}),
+        processor=(
+            "GotOcr2ImageProcessorPil",
+            {"size": {"height": 16, "width": 16}, "max_patches": 4},
+        ),
         theirs=("internvl", "InternVLProcessor"),
         attributes={
             "start_image_token": "<img>",
@@ -357,9 +365,10 @@ _TABLE: dict[str, _Kind] = {
         tokens={"image_token_id": "[IMG]"},
         processor=(
             "PixtralImageProcessorPil",
-            {"size": {"longest_edge": 48}, "patch_size": {"height": 16, "width": 16}},
+            {"size": {"longest_edge": 48}, "patch_size": {"height": 8, "width": 8}},
         ),
         attributes={"patch_size": 16},
+        options={"patch_size": 16},
         files={"patch_size": 8, "spatial_merge_size": 2},
     ),
     "llava_next": _Kind(
@@ -386,6 +395,29 @@ _TABLE: dict[str, _Kind] = {
         },
     ),
 }
+_TABLE["llava_onevision"] = _Kind(
+    mark="<image>\n",
+    token="<image>",
+    settings={
+        "text_config": _TEXT | {"model_type": "qwen2"},
+        "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+        "image_grid_pinpoints": _PINS,
+        "vision_aspect_ratio": "anyres_max_2",
+    },
+    tokens={"image_token_id": "<image>", "video_token_id": "<|video_pad|>"},
+    processor=(
+        "LlavaOnevisionImageProcessorPil",
+        {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": _PINS},
+    ),
+    theirs=("llava_onevision", "LlavaOnevisionProcessor"),
+    attributes={
+        "num_image_tokens": 4,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": "anyres_max_2",
+        "image_processor": SimpleNamespace(image_grid_pinpoints=_PINS),
+    },
+    nested=True,
+)
 FIRST = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 """Families whose tests are the most."""
 KINDS = tuple(_TABLE)
@@ -418,8 +450,8 @@ def save_model(kind: str, directory: Path, scale: int = 1, *, tower: int = 1) ->
             parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
     model.save_pretrained(directory)
     name, options = own.processor
-    # Sizes of Qwen's are areas.
-    options = _scaled(options, scale**2 if name.startswith("Qwen") else scale)
+    # Sizes of Qwen's and GLM's are areas.
+    options = _scaled(options, scale**2 if name.startswith(("Qwen", "Glm")) else scale)
     getattr(transformers, name)(**options).save_pretrained(directory)
     if own.files:
         (directory / "processor_config.json").write_text(json.dumps(own.files))
@@ -428,7 +460,7 @@ def save_model(kind: str, directory: Path, scale: int = 1, *, tower: int = 1) ->
 _WIDTHS = ("hidden_size", "intermediate_size")
 _SIDES = (
     *(*_WIDTHS, "head_dim", "out_hidden_size", "image_size", "window_size", "mrope_section"),
-    *("height", "width", "longest_edge", "shortest_edge"),
+    *("height", "width", "longest_edge", "shortest_edge", "image_grid_pinpoints"),
 )
 _AREAS = ("image_seq_length", "mm_tokens_per_image")
 
@@ -601,9 +633,9 @@ class PlainLoop:
         images = [Image.open(self._folder / path).convert("RGB") for path in row.get("images", ())]
         found: dict[str, Any] = {}
         if images:
-            options = {"return_row_col_info": True} if own.nested else {}
             given: Any = [images] if own.nested else images
-            found = dict(self._images(images=given, return_tensors="pt", **options))
+            options = getattr(_theirs(own), "images_kwargs", {}) | own.options
+            found = dict(self._images(images=given, **(options | {"return_tensors": "pt"})))
         prompt = f"<|im_start|>user\n{self._with_images(question, found)}<|im_end|>\n"
         prompt += "<|im_start|>assistant\n"
         ids = self._ids(prompt)
@@ -642,15 +674,9 @@ class PlainLoop:
     def _with_images(self, text: str, found: dict[str, Any]) -> str:
         """A text with what stands for its images, as the family's processor writes it."""
         own = _TABLE[self._kind]
-        written: Callable[..., str] = _pixtral_text
-        if own.theirs[0]:
-            module, name = own.theirs
-            place = f"transformers.models.{module}.processing_{module}"
-            theirs = getattr(importlib.import_module(place), name)
-            written = theirs.replace_image_token
-            methods = {m: getattr(theirs, m, None) for m in _METHODS}
-        else:
-            methods = {}
+        theirs = _theirs(own)
+        written: Callable[..., str] = getattr(theirs, "replace_image_token", _pixtral_text)
+        methods = {name: getattr(theirs, name, None) for name in _METHODS}
         stub = SimpleNamespace(**({"image_token": own.token} | own.attributes))
         for method, function in methods.items():
             if function is not None:
@@ -663,9 +689,18 @@ class PlainLoop:
         return made
 
 
+def _theirs(kind: _Kind) -> Any:
+    """The class of transformers that joins texts and images; None: its module needs torchvision."""
+    module, name = kind.theirs
+    if not module:
+        return None
+    place = f"transformers.models.{module}.processing_{module}"
+    return getattr(importlib.import_module(place), name)
+
+
 _OF_MODEL = (
     *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
-    "image_position_ids",
+    *("image_position_ids", "batch_num_images"),
 )
 """What an image processor returns for the model."""
 _METHODS = ("_get_number_of_features", "_get_unpadded_features")

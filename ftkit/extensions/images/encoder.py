@@ -1,7 +1,7 @@
 """The parts of a model that see: frozen and whole on every rank, or trained with it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -68,7 +68,7 @@ class ImageEncoder:
         architecture = base.architecture
         family = family_of(architecture.model_type or "")
         is_whole = isinstance(architecture, TransformersArchitecture)
-        if family is None or family.sized is None or not is_whole:
+        if family is None or not is_whole:
             raise UserError(
                 f"images.{parts[0]} is true, but ftkit trains no parts beside the language model "
                 f"of {base.name}. Try --images.{parts[0]} false."
@@ -162,15 +162,16 @@ class ImageEncoder:
         given["inputs_embeds"] = flat.view_as(embedded)
         # Features that are added to the states behind the first blocks.
         if deeper := [torch.cat(of_block) for of_block in zip(*(d for _, d in found), strict=True)]:
-            is_image = places.new_zeros(flat.size(0), dtype=torch.bool).index_fill(0, places, True)
-            given["visual_pos_masks"] = is_image.view(embedded.shape[:2])
+            # Transformers' own (seen in 5.24) takes a mask, and looks for places on the device.
+            language._deepstack_process = _with_more
+            given["visual_pos_masks"] = places
             given["deepstack_visual_embeds"] = [one.to(embedded.dtype) for one in deeper]
         return given
 
     def _features(self, inputs: Mapping[str, Any]) -> Features:
         """What an image becomes."""
         if "features" in inputs:  # of an image in a simulated step, which needs no computation
-            return inputs["features"](), []
+            return cast(Features, inputs["features"]())
         if self._trains_tower and torch.is_grad_enabled():
             # Computed again in the backward pass: memory is needed for one image at a time.
             found: Features = checkpoint(
@@ -181,8 +182,7 @@ class ImageEncoder:
 
     def _computed(self, inputs: Mapping[str, Any]) -> Features:
         dtype = next(self.modules[0].parameters()).dtype
-        is_float = {k: isinstance(v, Tensor) and v.is_floating_point() for k, v in inputs.items()}
-        given = {k: v.to(dtype) if is_float[k] else v for k, v in inputs.items()}
+        given = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
         return self._family.features(self._owner, given)
 
     def _named(self, method: Any) -> list[tuple[str, Any]]:
@@ -200,3 +200,8 @@ def _owner_of(architecture: TransformersArchitecture) -> str:
     """Beginning of the names of what lies beside the language model."""
     owner = architecture.language_name.rpartition(".")[0]
     return f"{owner}." if owner else ""
+
+
+def _with_more(states: Tensor, places: Tensor, more: Tensor) -> Tensor:
+    """[batch, sequence, width], states of which those of images have something added."""
+    return states.flatten(0, 1).index_add(0, places, more.to(states.dtype)).view_as(states)

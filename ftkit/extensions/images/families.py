@@ -6,8 +6,10 @@ again, because these processors need torchvision, also where their image process
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from ftkit.extensions.images import towers
 from ftkit.extensions.images.towers import Features, Inputs
@@ -42,21 +44,23 @@ class Family:
     """What stands in the text for an image that has been processed, in the place of `mark`."""
     mark: str = "{token}"
     """What chat templates of the family write for an image; {token} is the text of the token."""
-    sized: Callable[[ImageSettings, Inputs, int], Inputs] | None = None
+    sized: Callable[[ImageSettings, Inputs, int], Inputs]
     """Inputs of any image with a number of patches, by those of another; their values do not
-    matter. None: predictions of memory leave the images of the family out."""
-    read: Callable[[Any, Inputs], Inputs] = towers.as_given
+    matter."""
+    read: Callable[[Any, Inputs], Inputs] = towers.as_read
     """What the tower is given of the inputs, by its settings; the host computes it."""
     features: Callable[[Any, Inputs], Features] = towers.by_own_function
     """What the owner of tower and projector makes of this."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the image processor."""
+    options: Callable[[ImageSettings], Mapping[str, Any]] = lambda settings: {}
+    """Further arguments of the image processor, which transformers' processor would give it."""
     tower: tuple[str, ...] = ("vision_tower",)
     """Modules that compute patches, by their names beside the language model."""
     projector: tuple[str, ...] = ("multi_modal_projector",)
     """Modules that make features for the language model of them; they may lie in the tower."""
     nested: bool = False
     """Whether the image processor takes a list of the images of each sample."""
+    depends: bool = False
+    """Whether an image that is the only one of its sample becomes something else."""
     axes: bool = False
     """Whether tokens of images have positions along three axes: time, height and width."""
     sees_itself: bool = False
@@ -74,8 +78,9 @@ class Family:
 def patches_of(settings: ImageSettings, inputs: Inputs) -> int:
     """Number of patches that the tower computes for an image."""
     pixels = inputs["pixel_values"]
-    if pixels.ndim < 4:  # they lie in a row, padded or not
-        return pixels.shape[-2]
+    if pixels.ndim < 4:  # they lie in a row, behind which some may only pad
+        places = inputs.get("image_position_ids")
+        return pixels.shape[-2] if places is None else int((places[..., 0] >= 0).sum())
     side = settings.of_vision("patch_size")
     *_, channels, height, width = pixels.shape
     pictures = pixels.numel() // (channels * height * width)
@@ -108,6 +113,26 @@ def _of_llava(settings: ImageSettings, inputs: Inputs) -> str:
 
 def _of_llava_next(settings: ImageSettings, inputs: Inputs) -> str:
     """The whole image, then its tiles without their padding, with a token behind each row."""
+    side = inputs["pixel_values"].shape[-1] // _patch_side(settings)
+    rows, columns = _shown(settings, inputs)
+    return settings.token * (side**2 + _whole_tokens(settings) + rows * (columns + 1))
+
+
+def _of_llava_onevision(settings: ImageSettings, inputs: Inputs) -> str:
+    """As `_of_llava_next`, with tiles scaled down to a limit; no tiles beside other images."""
+    side = inputs["pixel_values"].shape[-1] // _patch_side(settings)
+    if int(inputs["batch_num_images"][0]) > 1:
+        return settings.token * (side**2 + 1)
+    rows, columns = _shown(settings, inputs)
+    limit = settings.model.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_")
+    ratio = math.sqrt(rows * columns / (int(limit) * side**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return settings.token * (side**2 + rows * (columns + 1))
+
+
+def _shown(settings: ImageSettings, inputs: Inputs) -> tuple[int, int]:
+    """Rows and columns of the tokens of tiles that show a part of the image."""
     from transformers.image_processing_utils import select_best_resolution
 
     height, width = (int(side) for side in inputs["image_sizes"][0])
@@ -122,8 +147,7 @@ def _of_llava_next(settings: ImageSettings, inputs: Inputs) -> str:
     else:
         shown = int(round(width * (all_rows / height), 7))
         all_columns -= (all_columns - shown) // 2 * 2
-    count = rows * columns + _whole_tokens(settings) + all_rows * all_columns + all_rows
-    return settings.token * count
+    return all_rows, all_columns
 
 
 def _of_gemma(settings: ImageSettings, inputs: Inputs) -> str:
@@ -156,10 +180,14 @@ def _of_internvl(settings: ImageSettings, inputs: Inputs) -> str:
     return f"<img>{settings.token * (tile * len(inputs['pixel_values']))}</img>"
 
 
+def _merged_side(settings: ImageSettings) -> int:
+    """Pixels along a token of an image."""
+    return settings.of_vision("patch_size") * int(settings.model.get("spatial_merge_size", 2))
+
+
 def _of_pixtral(settings: ImageSettings, inputs: Inputs) -> str:
     """Rows of tokens with a token between them, and one that ends the image."""
-    merged = int(settings.model.get("spatial_merge_size", 1))
-    side = settings.of_vision("patch_size") * merged
+    side = _merged_side(settings)
     height, width = (int(one) // side for one in inputs["image_sizes"][0])
     between, end = (
         str(settings.processor.get(f"image_{name}_token", f"[IMG_{name.upper()}]"))
@@ -168,32 +196,67 @@ def _of_pixtral(settings: ImageSettings, inputs: Inputs) -> str:
     return between.join([settings.token * width] * height) + end
 
 
-def _as_any(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
-    """All images are of one size."""
-    return inputs
-
-
-def _with_rows(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
-    """A grid that is as square as can be; its sides are even, since patches are merged."""
+def _pictures(settings: ImageSettings, inputs: Inputs, patches: int) -> Tensor:
+    """[..., tiles, channels, height, width], as many tiles as have a number of patches."""
     pixels = inputs["pixel_values"]
+    count = patches * pixels.shape[-4] // patches_of(settings, inputs)
+    return pixels.new_empty(*pixels.shape[:-4], count, *pixels.shape[-3:])
+
+
+def _with_pictures(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+    return {"pixel_values": _pictures(settings, inputs, patches)}
+
+
+def _sides_of(patches: int) -> tuple[int, int]:
+    """Sides of a grid that is as square as can be; they are even, since patches are merged."""
     half = next(
         side for side in range(math.isqrt(patches) // 2, 0, -1) if patches % (4 * side) == 0
     )
-    grid = [[1, 2 * half, patches // (2 * half)]]
+    return 2 * half, patches // (2 * half)
+
+
+def _with_rows(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
     return {
-        "pixel_values": pixels.new_empty(patches, pixels.shape[1]),
-        "image_grid_thw": inputs["image_grid_thw"].new_tensor(grid),
+        "pixel_values": inputs["pixel_values"].new_empty(patches, inputs["pixel_values"].shape[1]),
+        "image_grid_thw": inputs["image_grid_thw"].new_tensor([[1, *_sides_of(patches)]]),
     }
 
 
+def _with_sides(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+    sides = [side * settings.of_vision("patch_size") for side in _sides_of(patches)]
+    return {
+        "pixel_values": inputs["pixel_values"].new_empty(1, 3, *sides),
+        "image_sizes": [sides],
+    }
+
+
+def _with_places(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+    pixels, places = inputs["pixel_values"], inputs["image_position_ids"]
+    return {
+        "pixel_values": pixels.new_empty(1, patches, pixels.shape[2]),
+        "image_position_ids": places.new_zeros(1, patches, 2),
+        "num_soft_tokens_per_image": [patches // settings.of_vision("pooling_kernel_size") ** 2],
+    }
+
+
+def _with_pinpoints(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+    """Of the proportions of its tiles, so that none is padded."""
+    pixels = _pictures(settings, inputs, patches)
+    _, count, _, high, wide = pixels.shape
+    sizes = settings.processor["image_grid_pinpoints"]
+    size = next((one for one in sizes if one[0] * one[1] == (count - 1) * high * wide), sizes[0])
+    # LLaVA-OneVision has no tiles where a sample has several images.
+    return {"pixel_values": pixels, "image_sizes": [size], "batch_num_images": [1 + (count == 1)]}
+
+
 def _with_tiles(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
-    pixels, mask = inputs["pixel_values"], inputs["pixel_attention_mask"]
-    count = patches * pixels.shape[1] // patches_of(settings, inputs)
+    pixels, mask = _pictures(settings, inputs, patches), inputs["pixel_attention_mask"]
+    count = pixels.shape[1]
     return {
         # In a single row, beside the whole image.
         "rows": [[int(count > 1)]],
         "cols": [[count - 1]],
-        "pixel_values": pixels.new_empty(1, count, *pixels.shape[2:]),
+        "pixel_values": pixels,
         "pixel_attention_mask": mask.new_ones(1, count, *mask.shape[2:]),
     }
 
@@ -204,19 +267,31 @@ _OF_QWEN: dict[str, Any] = {
     "axes": True,
 }
 FAMILIES = (
-    Family(types=("llava",), text=_of_llava, sized=_as_any, read=towers.as_read),
-    Family(types=("llava_next",), text=_of_llava_next),
+    Family(types=("llava",), text=_of_llava, sized=_with_pictures),
+    Family(
+        types=("llava_next",), text=_of_llava_next, sized=_with_pinpoints, read=towers.with_sizes
+    ),
+    Family(
+        types=("llava_onevision",),
+        text=_of_llava_onevision,
+        sized=_with_pinpoints,
+        read=towers.with_sizes,
+        nested=True,
+        depends=True,
+    ),
     Family(
         types=("gemma3",),
         mark="<start_of_image>",
         text=_of_gemma,
-        sized=_as_any,
-        read=towers.as_read,
-        options={"do_pan_and_scan": False},
+        sized=_with_pictures,
+        options=lambda _: {"do_pan_and_scan": False},
         sees_itself=True,
     ),
     Family(
-        types=("qwen2_5_vl",),
+        types=(
+            *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+            *("qwen3_5", "qwen3_5_moe"),
+        ),
         text=_of_grid,
         sized=_with_rows,
         read=towers.with_grid,
@@ -224,11 +299,11 @@ FAMILIES = (
         **_OF_QWEN,
     ),
     Family(
-        types=(
-            *("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
-            *("glm4v", "glm4v_moe"),
-        ),
+        types=("glm4v", "glm4v_moe"),
         text=_of_grid,
+        sized=_with_rows,
+        read=towers.with_grid,
+        features=towers.of_grid_on_device,
         **_OF_QWEN,
     ),
     Family(
@@ -239,14 +314,45 @@ FAMILIES = (
         features=towers.of_tiles,
         tower=("vision_model",),
         projector=("connector",),
-        options={"return_row_col_info": True},
+        options=lambda _: {"return_row_col_info": True},
         nested=True,
     ),
-    Family(types=("gemma4",), text=_of_gemma_4, projector=("embed_vision",)),
-    Family(types=("internvl",), text=_of_internvl),
-    Family(types=("mistral3",), text=_of_pixtral),
+    Family(
+        types=("gemma4",),
+        text=_of_gemma_4,
+        sized=_with_places,
+        read=towers.with_places,
+        features=towers.of_places,
+        projector=("embed_vision",),
+    ),
+    Family(
+        types=("internvl",),
+        text=_of_internvl,
+        sized=_with_pictures,
+        options=lambda _: {"crop_to_patches": True},
+    ),
+    Family(
+        types=("mistral3",),
+        text=_of_pixtral,
+        sized=_with_sides,
+        features=towers.of_sides,
+        options=lambda settings: {"patch_size": _merged_side(settings)},
+    ),
 )
 """Families whose images ftkit trains on."""
+_TORCHVISION = "their image processor needs torchvision, without which ftkit is installed"
+NOT_GIVEN = {
+    "paligemma": "their prompts are no conversations, but a text behind images that sees itself",
+    "mllama": "they attend to images by cross-attention, and have no tokens for them",
+    **dict.fromkeys(
+        (
+            *("cohere2_vision", "kimi_k25", "lfm2_vl", "llama4", "perception_lm"),
+            "phi4_multimodal",
+        ),
+        _TORCHVISION,
+    ),
+}
+"""Why models of some types are given no images."""
 
 
 def family_of(model_type: str) -> Family | None:

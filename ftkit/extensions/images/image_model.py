@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from ftkit.errors import UserError
-from ftkit.extensions.images.families import FAMILIES, Family, ImageSettings, family_of, patches_of
+from ftkit.extensions.images.families import (
+    FAMILIES,
+    NOT_GIVEN,
+    Family,
+    ImageSettings,
+    family_of,
+    patches_of,
+)
 from ftkit.extensions.images.files import BrokenImage, decode, read_file, size_by_header
 from ftkit.extensions.images.towers import Inputs
 
@@ -81,8 +88,9 @@ class ImageModel:
         family = family_of(kind)
         if family is None:
             known = ", ".join(name for one in FAMILIES for name in one.types)
+            why = f": {NOT_GIVEN[kind]}" if kind in NOT_GIVEN else " so far"
             raise UserError(
-                f"The records have images, but {kind} models are not given any so far; ftkit gives "
+                f"The records have images, but {kind} models are not given any{why}. ftkit gives "
                 f"them to {known}.\nChoose such a model, or remove the records with images."
             )
         if not any((directory / name).is_file() for name in _SETTINGS):
@@ -101,7 +109,7 @@ class ImageModel:
         self.sees_itself = family.sees_itself or by_settings
         """Whether the tokens of an image also see its later ones."""
         self.mark = family.mark.format(token=self.token)
-        self._texts: dict[tuple[int, int], tuple[str, int]] = {}
+        self._texts: dict[tuple[tuple[int, int], bool], tuple[str, int]] = {}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -122,27 +130,36 @@ class ImageModel:
         processor = self._processor.to_dict() | _json(self._directory / "processor_config.json")
         return ImageSettings(self.config, processor, self.token, self._token_text)
 
-    def inputs(self, content: bytes) -> Inputs:
+    def inputs(self, content: bytes, tokens: int) -> Inputs:
         """Decode and process an image.
 
         Args:
             content: of its file.
+            tokens: that it has in its sample.
 
         Raises:
             BrokenImage: it cannot be decoded, or the model does not take it.
         """
-        return self._processed(decode(content))
+        image = decode(content)
+        is_alone = not self.family.depends or self._tokens_alone(image.size) == tokens
+        return self._processed(image, is_alone=is_alone)
 
-    def _processed(self, image: Any) -> Inputs:
+    def _tokens_alone(self, size: tuple[int, int]) -> int:
+        return self._text_of(size, is_alone=True)[0].count(self.token)
+
+    def _processed(self, image: Any, *, is_alone: bool) -> Inputs:
         image = self._limits.within(image)
         images: list[Any] = [[image]] if self.family.nested else [image]
+        if self.family.depends and not is_alone:
+            images = [[image, _blank((1, 1))]]
         try:
-            found = self._processor(images=images, return_tensors="pt", **self.family.options)
+            options = self.family.options(self._settings)
+            found = self._processor(images=images, return_tensors="pt", **options)
         # Processors raise what they meet in images of extreme shapes.
         except Exception as error:
             size = f"{image.width:,} x {image.height:,}"
             raise BrokenImage(f"is {size}, which the model does not take ({error})") from None
-        return dict(found)
+        return {key: value[:1] if self.family.depends else value for key, value in found.items()}
 
     @cached_property
     def configured(self) -> Any:
@@ -159,7 +176,7 @@ class ImageModel:
 
     @cached_property
     def _any_inputs(self) -> Inputs:
-        return self._processed(_blank((64, 64)))
+        return self._processed(_blank((64, 64)), is_alone=True)
 
     @cached_property
     def blank(self) -> Inputs:
@@ -168,37 +185,40 @@ class ImageModel:
 
     def inputs_of_size(self, patches: int) -> Inputs:
         """As `inputs`, of an image with a number of patches; the values do not matter."""
-        assert self.family.sized is not None
         return self.family.sized(self._settings, self._any_inputs, patches)
 
     def tokens_of_size(self, patches: int) -> int:
         """Tokens of an image with a number of patches."""
         return self.family.text(self._settings, self.inputs_of_size(patches)).count(self.token)
 
-    def text_of(self, content: bytes) -> tuple[str, int]:
+    def text_of(self, content: bytes, *, is_alone: bool) -> tuple[str, int]:
         """The text that an image becomes, and its patches.
+
+        Args:
+            content: of its file.
+            is_alone: whether it is the only one of its sample.
 
         Raises:
             BrokenImage: it cannot be decoded, or the model does not take it.
         """
-        return self._text_of(decode(content).size)
+        return self._text_of(decode(content).size, is_alone=is_alone)
 
-    def text_by_header(self, file: str) -> tuple[str, int]:
+    def text_by_header(self, file: str, *, is_alone: bool) -> tuple[str, int]:
         """As `text_of`, without decoding it; nothing for a file that cannot be read."""
         try:
-            return self._text_of(size_by_header(read_file(Path(file))))
+            return self._text_of(size_by_header(read_file(Path(file))), is_alone=is_alone)
         except BrokenImage:
             return "", 0
 
-    def _text_of(self, size: tuple[int, int]) -> tuple[str, int]:
+    def _text_of(self, size: tuple[int, int], *, is_alone: bool) -> tuple[str, int]:
         """Text and patches of images of a size: all become the same."""
-        if size not in self._texts:
-            inputs = self._processed(_blank(size))
-            self._texts[size] = (
+        if (size, is_alone) not in self._texts:
+            inputs = self._processed(_blank(size), is_alone=is_alone)
+            self._texts[size, is_alone] = (
                 self.family.text(self._settings, inputs),
                 patches_of(self._settings, inputs),
             )
-        return self._texts[size]
+        return self._texts[size, is_alone]
 
     def positions(self, ids: torch.Tensor, inputs: list[Inputs]) -> torch.Tensor:
         """[3, tokens], positions of the tokens of a sequence along time, height and width.

@@ -61,7 +61,8 @@ class ImageReader(MediaReader):
 
     def _inputs(self, medium: Medium) -> Mapping[str, Any]:
         try:
-            return self._model.inputs(content_of(medium.file, medium.digest))
+            content = content_of(medium.file, medium.digest)
+            return self._model.inputs(content, medium.end - medium.first)
         except BrokenImage as broken:
             raise UserError(f"The image {medium.file} {broken}.") from None
 

@@ -31,8 +31,10 @@ from ftkit.extensions.images.template import ImageTemplate
 from ftkit.models.chat_templates.template import ChatTemplate
 
 _THREADS = 4
-_Found = Mapping[str, tuple[str, int] | BrokenImage]
-"""Text and patches of images by their digest, or what is wrong with one."""
+_Key = tuple[str, bool]
+"""Digest of an image, and whether it is the only one of its sample."""
+_Found = Mapping[_Key, tuple[str, int] | BrokenImage]
+"""Text and patches of images, or what is wrong with one."""
 
 
 def renderer(part: Part, tokenizer: Any) -> Renderer:
@@ -148,7 +150,10 @@ class ImageRenderer(ChatRenderer):
         size, _ = super().size(record)
         if not size or MEDIA not in record:
             return size, ()
-        found = [self._model.text_by_header(medium["file"]) for medium in record[MEDIA]]
+        found = [
+            self._model.text_by_header(medium["file"], is_alone=is_alone)
+            for medium, (_, is_alone) in _media_of(record)
+        ]
         # A token of an image counts once, however long its text is.
         texts = (text.replace(self._model.token, "x") for text, _ in found)
         return size + sum(len(text.encode()) for text in texts), [cost for _, cost in found]
@@ -192,8 +197,8 @@ class ImageRenderer(ChatRenderer):
         said = json.dumps([record["messages"], record.get("tools")], ensure_ascii=False)
         if self._model.token in said:
             return Rendering(refused=f"{LITERAL} ({self._model.token})")
-        for medium in record.get(MEDIA, ()):
-            if isinstance(broken := found[medium["sha256"]], BrokenImage):
+        for medium, key in _media_of(record):
+            if isinstance(broken := found[key], BrokenImage):
                 return Rendering(refused=DAMAGED, bad_file=(medium["file"], str(broken)))
         return None
 
@@ -222,8 +227,8 @@ class ImagePrompter:
             )
         record = {MEDIA: media}
         found = _read(self._model, [record])
-        for medium in media:
-            if isinstance(broken := found[medium["sha256"]], BrokenImage):
+        for medium, key in _media_of(record):
+            if isinstance(broken := found[key], BrokenImage):
                 raise UserError(f"The image {medium['file']} {broken}.\nGive another one.")
         self._tokenizer.texts = _texts([record], found)
         (encoded,) = self._tokenizer.encode_all_rendered([text])
@@ -232,14 +237,20 @@ class ImagePrompter:
         return Prompt(sample.ids, sample.media, partial(reader.read, [sample.media], [sample.ids]))
 
 
+def _media_of(record: Record) -> list[tuple[Record, _Key]]:
+    """Media of a record, with their keys."""
+    media = record.get(MEDIA, ())
+    return [(medium, (medium["sha256"], len(media) == 1)) for medium in media]
+
+
 def _read(model: ImageModel, records: Sequence[Record]) -> _Found:
     """Read and count the images of some records."""
-    files = {m["sha256"]: m["file"] for record in records for m in record.get(MEDIA, ())}
+    files = {key: m["file"] for record in records for m, key in _media_of(record)}
 
-    def read(item: tuple[str, str]) -> tuple[str, int] | BrokenImage:
-        digest, file = item
+    def read(item: tuple[_Key, str]) -> tuple[str, int] | BrokenImage:
+        (digest, is_alone), file = item
         try:
-            return model.text_of(content_of(file, digest))
+            return model.text_of(content_of(file, digest), is_alone=is_alone)
         except BrokenImage as broken:
             return broken
 
@@ -251,10 +262,10 @@ def _with_media(model: ImageModel, sample: Rendered, record: Record, found: _Fou
     """A sample with the media that it has, which carry no loss."""
     places = [i for i, token in enumerate(sample.ids) if token == model.token_id]
     media, at = list[Medium](), 0
-    for medium in record.get(MEDIA, ()):
+    for medium, key in _media_of(record):
         if at == len(places):  # a sample may end before the last turns
             break
-        text, patches = _text_of(found, medium)
+        text, patches = _text_of(found, key)
         own = places[at : at + text.count(model.token)]
         at += len(own)
         file = (medium["sha256"], medium["file"])
@@ -270,13 +281,13 @@ def _with_media(model: ImageModel, sample: Rendered, record: Record, found: _Fou
 
 def _texts(records: Sequence[Record], found: _Found) -> dict[str, str]:
     """Texts of the images of some records, by places that count over all of them."""
-    media = (medium for record in records for medium in record.get(MEDIA, ()))
-    return {place_of(i): _text_of(found, medium)[0] for i, medium in enumerate(media)}
+    keys = (key for record in records for _, key in _media_of(record))
+    return {place_of(i): _text_of(found, key)[0] for i, key in enumerate(keys)}
 
 
-def _text_of(found: _Found, medium: Record) -> tuple[str, int]:
+def _text_of(found: _Found, key: _Key) -> tuple[str, int]:
     """Text and patches of an image that was read."""
-    made = found[medium["sha256"]]
+    made = found[key]
     assert not isinstance(made, BrokenImage), "records with such images are refused before"
     return made
 

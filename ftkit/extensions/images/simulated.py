@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from ftkit.extensions.images.image_model import ImageModel, Limits
+from ftkit.extensions.images.towers import Features
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.strategies.step_memory import MicroBatchSize
 
 
-def images_of_size(
-    base: BaseModel, size: MicroBatchSize, dtype: torch.dtype
-) -> Mapping[str, Any] | None:
+def images_of_size(base: BaseModel, size: MicroBatchSize, dtype: torch.dtype) -> Mapping[str, Any]:
     """Return images as `ImageReader` reads them, with tensors on the meta device.
 
     A tower of many layers takes a while to simulate. So it computes the largest image, and all
@@ -24,16 +23,12 @@ def images_of_size(
         base: the model.
         size: of the micro-batch, which has images.
         dtype: of the tower.
-
-    Returns:
-        None for a family whose images cannot be simulated.
     """
     model, media = _model(base.tokenizer_directory), size.media
     assert media is not None
-    if model.family.sized is None:
-        return None
     tokens = [model.tokens_of_size(patches) for patches in media.sizes]
     width = model.configured.get_text_config().hidden_size
+    blocks = getattr(model.configured.vision_config, "deepstack_visual_indexes", None) or ()
     lines = (1, size.tokens) if size.tokens is not None else (size.sequences, size.positions)
     images, others = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
     computed = _computed(model, media.sizes, base.architecture.beside)
@@ -42,7 +37,8 @@ def images_of_size(
         if index in computed:
             images.append(read)
         else:
-            images.append({"features": partial(torch.empty, count, width, dtype=dtype)})
+            features = partial(_features, count, width, len(blocks), dtype)
+            images.append({"features": features})
             others.append(read)
     made: dict[str, Any] = {
         "images": images,
@@ -84,8 +80,13 @@ def _computed(model: ImageModel, sizes: Sequence[int], beside: Sequence[str]) ->
 
 @cache
 def _model(directory: Path) -> ImageModel:
-    # A text that is in no other, so that it can be counted; sizes are given, whatever limits are.
-    return ImageModel(directory, lambda _: "\0", Limits())
+    # Texts that are in no other, so that they can be counted; sizes are given, whatever limits are.
+    return ImageModel(directory, lambda token: f"\0{token}\0", Limits())
+
+
+def _features(count: int, width: int, blocks: int, dtype: torch.dtype) -> Features:
+    rows, *deeper = (torch.empty(count, width, dtype=dtype) for _ in range(1 + blocks))
+    return rows, deeper
 
 
 def _read(model: ImageModel, patches: int) -> Mapping[str, Any]:

@@ -4,37 +4,46 @@ Transformers' own functions read sizes from tensors on the device, for which a s
 which have no values where a step is simulated. So the host computes these when it reads an image.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 Inputs = Mapping[str, Any]
 """Of one image: tensors for the device, and arrays of numpy, which stay on the host."""
 Features = tuple[Tensor, list[Tensor]]
 """[tokens, width], what an image becomes; and what is added to this behind each of the first blocks
 of the language model."""
-_OF_MODEL = (
-    *("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes"),
-    "image_position_ids",
-)
-"""Inputs of an image that models take; the others are for its text."""
 
 
-def as_given(vision: Any, inputs: Inputs) -> Inputs:
-    """Return what an image processor made of an image, for a tower that reads values of it.
+def as_read(vision: Any, inputs: Inputs) -> Inputs:
+    """Return what an image processor made of an image, for a tower that takes pixels alone.
 
     Args:
         vision: settings of the tower.
         inputs: of one image.
     """
-    return {key: inputs[key] for key in _OF_MODEL if key in inputs}
-
-
-def as_read(vision: Any, inputs: Inputs) -> Inputs:
-    """As `as_given`, of which a tower takes pixels alone."""
     return {"pixel_values": inputs["pixel_values"]}
+
+
+def with_sizes(vision: Any, inputs: Inputs) -> Inputs:
+    """As `as_read`, with height and width of the image, and the number of images of its sample."""
+    made: dict[str, Any] = {"pixel_values": inputs["pixel_values"]}
+    for key in ("image_sizes", "batch_num_images"):
+        if key in inputs:
+            made[key] = np.asarray(inputs[key])
+    return made
+
+
+def with_places(vision: Any, inputs: Inputs) -> Inputs:
+    """As `as_read`, with places of the patches, and without those that only pad."""
+    places = inputs["image_position_ids"]
+    shown = int((places[..., 0] >= 0).sum())
+    return {"pixel_values": inputs["pixel_values"][:, :shown], "places": places[:, :shown]}
 
 
 def with_grid(vision: Any, inputs: Inputs) -> Inputs:
@@ -45,6 +54,7 @@ def with_grid(vision: Any, inputs: Inputs) -> Inputs:
     grid, merge = inputs["image_grid_thw"], int(vision.spatial_merge_size)
     made: dict[str, Any] = {
         "pixel_values": inputs["pixel_values"],
+        "grid_thw": grid,
         "position_ids": vision_utils.get_vision_position_ids(grid, merge),
         # The tower cuts by these numbers: an array stays on the host.
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid).numpy(),
@@ -54,6 +64,13 @@ def with_grid(vision: Any, inputs: Inputs) -> Inputs:
             grid, merge, vision.window_size, vision.patch_size
         )
         made |= {"window_index": order, "cu_window_seqlens": ends.numpy()}
+    if hasattr(vision, "num_position_embeddings"):
+        side = math.isqrt(vision.num_position_embeddings)
+        made["interp_indices"], made["interp_weights"] = (
+            vision_utils.get_vision_interpolation_indices_and_weights(
+                grid, side, align_corners=True, spatial_merge_size=merge
+            )
+        )
     return made
 
 
@@ -69,16 +86,27 @@ def with_tiles(vision: Any, inputs: Inputs) -> Inputs:
     return made
 
 
+class _Host(TorchFunctionMode):
+    """Leaves on the host what transformers writes down of sizes: to send it, a step would wait."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if function is torch.tensor:
+            given["device"] = "cpu"
+        return function(*args, **given)
+
+
 def by_own_function(owner: Any, inputs: Inputs) -> Features:
     """Return what an image becomes, by transformers' own function.
 
     Args:
         owner: of tower and projector.
-        inputs: of the image, in the number format of the tower.
+        inputs: of the image, with pixels in the number format of the tower.
     """
-    found = owner.get_image_features(**inputs, return_dict=True)
-    deeper = getattr(found, "deepstack_features", None) or ()
-    return _joined(found.pooler_output), [_joined(one) for one in deeper]
+    with _Host():
+        return _joined(owner.get_image_features(**inputs, return_dict=True).pooler_output), []
 
 
 def _joined(features: Any) -> Tensor:
@@ -90,8 +118,46 @@ def _joined(features: Any) -> Tensor:
 def of_grid(owner: Any, inputs: Inputs) -> Features:
     """As `by_own_function`, whose grid would be read from the device."""
     others = {key: value for key, value in inputs.items() if key != "pixel_values"}
-    found = owner.visual(inputs["pixel_values"], grid_thw=None, return_dict=True, **others)
-    return found.pooler_output, []
+    found = owner.visual(inputs["pixel_values"], return_dict=True, **others)
+    return found.pooler_output, list(getattr(found, "deepstack_features", None) or ())
+
+
+def of_grid_on_device(owner: Any, inputs: Inputs) -> Features:
+    """As `of_grid`, of a tower with a table that wants the number of patches on the device."""
+    count = inputs["grid_thw"].prod(-1)
+    with owner.visual.embeddings.register_forward_pre_hook(
+        lambda _, given: (given[0], count, *given[2:])
+    ):
+        return of_grid(owner, inputs)
+
+
+def of_sides(owner: Any, inputs: Inputs) -> Features:
+    """As `by_own_function`, which counts patches on the device."""
+    pixels, layer = inputs["pixel_values"], owner.config.vision_feature_layer
+    sides = [tuple(pixels.shape[-2:])]
+    found = owner.vision_tower(
+        pixels, image_sizes=sides, output_hidden_states=layer, return_dict=True
+    )
+    layers = [layer] if isinstance(layer, int) else layer
+    hidden = torch.cat([found.hidden_states[one] for one in layers], dim=-1)
+    return owner.multi_modal_projector(hidden[0], sides), []
+
+
+def of_places(owner: Any, inputs: Inputs) -> Features:
+    """As `by_own_function`, which looks for patches that only pad."""
+    tower, places = owner.vision_tower, inputs["places"]
+    pads = torch.zeros_like(places[..., 0], dtype=torch.bool)
+    embedded = tower.patch_embedder(inputs["pixel_values"], places, pads)
+    found = tower.encoder(inputs_embeds=embedded, attention_mask=None, pixel_position_ids=places)
+    pooled, _ = tower.pooler(
+        hidden_states=found.last_hidden_state,
+        pixel_position_ids=places,
+        padding_positions=pads,
+        output_length=places.size(1) // tower.config.pooling_kernel_size**2,
+    )
+    if tower.config.standardize:
+        pooled = (pooled - tower.std_bias.float()) * tower.std_scale.float()
+    return _joined(owner.embed_vision(inputs_embeds=pooled.to(embedded.dtype))), []
 
 
 def of_tiles(owner: Any, inputs: Inputs) -> Features:
@@ -101,5 +167,6 @@ def of_tiles(owner: Any, inputs: Inputs) -> Features:
         pixel_values=inputs["pixel_values"], patch_attention_mask=inputs["seen"]
     )
     # No mask where every patch is seen, as transformers decides by looking at it.
-    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=inputs.get("attended"))
+    mask = inputs["attended"].to(hidden.dtype) if "attended" in inputs else None
+    hidden = tower.encoder(inputs_embeds=hidden, attention_mask=mask)
     return _joined(owner.connector(tower.post_layernorm(hidden.last_hidden_state))), []

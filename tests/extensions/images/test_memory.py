@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
 from runs import run_ranks
-from seeing_models import FIRST, save_model, write_chats
+from seeing_models import FIRST, KINDS, save_model, write_chats
 
 from ftkit.cli.app import run
 from ftkit.planning.predict import Planned, plan_files
@@ -56,9 +56,11 @@ TWO_RANKS = {
     "deepspeed x2": Case("deepspeed", "full", "bf16-true", (("train.micro_batch_size", 4),)),
 }
 OFTEN = (*SINGLE, "fsdp x2")
-"""Cases of every family; the others are those of one."""
-WANTED = [(kind, name) for kind in FIRST for name in OFTEN] + [
-    (FIRST[0], name) for name in TWO_RANKS if name not in OFTEN
+"""Cases of the first families; the others are those of one, and other families have one."""
+WANTED = [
+    *((kind, name) for kind in FIRST for name in OFTEN),
+    *((FIRST[0], name) for name in TWO_RANKS if name not in OFTEN),
+    *((kind, "full") for kind in KINDS if kind not in FIRST),
 ]
 
 
@@ -119,8 +121,9 @@ def measured(folder: Path, world_size: int) -> dict[tuple[str, str], Found]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seen")
     write_chats(folder / "chats.jsonl", scale=SCALE)
-    for kind in FIRST:
+    for kind in KINDS:
         save_model(kind, folder / kind, SCALE)
+    for kind in FIRST:
         save_model(kind, folder / f"{kind}-wide", SCALE, tower=8)
     return folder
 

@@ -20,6 +20,7 @@ from ftkit.data.media_files import first_changed, stamps_of
 from ftkit.data.prepare import prepare_records
 from ftkit.data.records.media import MediaFile
 from ftkit.errors import UserError
+from ftkit.extensions.images.image_model import ImageModel, Limits
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component
 
@@ -383,6 +384,25 @@ def test_a_picture_of_a_shape_that_the_model_does_not_take(folder: Path, load: L
     with pytest.raises(UserError) as refused:
         load(folder, "qwen2_5_vl", val_split_fraction=0)
     assert says(str(refused.value), "images/2.png", "4,000 x 8", "aspect ratio")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("paligemma", "no conversations"),
+        ("llama4", "torchvision"),
+        ("kimi_k25", "torchvision"),
+        ("mllama", "cross-attention"),
+        ("fuyu", "so far"),
+    ],
+)
+def test_models_that_are_given_no_images_are_refused_with_the_reason(
+    kind: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UserError) as refused:
+        ImageModel(tmp_path, str, Limits())
+    assert says(str(refused.value), f"{kind} models", why, "llava", "remove the records")
 
 
 def test_data_of_bad_pictures_alone_say_so(folder: Path, load: Load) -> None:

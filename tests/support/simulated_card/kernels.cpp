@@ -202,6 +202,21 @@ const std::unordered_set<std::string> kShapeDependsOnValues = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::repeat_interleave", "aten::equal", "aten::bincount"};
 
+// Whether places are given as a mask, of which CUDA counts the true values. A single value is
+// written without.
+bool looks_for_true(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+  bool found = false;
+  if (kTakeHostIndexes.count(op.operator_name().name)) {
+    each_tensor(stack[first + 1], [&](const Tensor& index) {
+      found |= index.defined() && index.scalar_type() == at::kBool;
+    });
+    if (op.schema().arguments().size() > 2) {
+      found = found && stack[first + 2].toTensor().numel() != 1;
+    }
+  }
+  return found;
+}
+
 // --- Every operator that has a kernel for the CPU ------------------------------------------------
 
 // Draws from the card's generator what a kernel without an argument for it would take from the
@@ -245,7 +260,7 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   c10::DeviceIndex device = placement.device();
   const bool is_collective = op.operator_name().name.rfind("c10d::", 0) == 0;
   fail_if_asked(is_collective);
-  if (kShapeDependsOnValues.count(op.operator_name().name)) {
+  if (kShapeDependsOnValues.count(op.operator_name().name) || looks_for_true(op, *stack, first)) {
     report(Kind::kShape, op.operator_name().name.c_str(), 0);
   }
   Aliases aliases;
