@@ -141,7 +141,7 @@ class MediaKind:
     encoder_place: str
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` of models that take them."""
     simulated_place: str
-    """MODULE:FUNCTION that takes the directory of a base model, the size of a micro-batch and the
+    """MODULE:FUNCTION that takes a base model, the size of a micro-batch and the
     number format of the model, and returns the media as its reader does, on the meta device."""
 
 
