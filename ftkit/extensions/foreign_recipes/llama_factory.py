@@ -45,12 +45,14 @@ _INFO: Accepts = {"*": {"file_name": "text", "hf_hub_url": "text", "split": "tex
 _REMOTE = "REMOTE:"
 """Before the name of a data set of the hub, as dataset_dir."""
 
-_OTHER_PARTS = "training other parts of a model that sees than its language model"
 _PIECES = "images in several pieces"
+_PARTS = {
+    "freeze_multi_modal_projector": "images.projector",
+    "freeze_vision_tower": "images.tower",
+}
+"""Keys of parts that see, which are trained where they are false."""
 _OF_MODELS_THAT_SEE = {
-    "freeze_vision_tower": (True, _OTHER_PARTS),
-    "freeze_multi_modal_projector": (True, _OTHER_PARTS),
-    "freeze_language_model": (False, _OTHER_PARTS),
+    "freeze_language_model": (False, "a frozen language model beside parts that see"),
     "image_do_pan_and_scan": (False, _PIECES),
     "crop_to_patches": (False, _PIECES),
 }
@@ -145,6 +147,10 @@ ROWS = rows_by_key(
     *idle("the template's own", "tool_format"),
     part("image_max_pixels", "whole>=1", "data.image_max_pixels", 768 * 768, "with images"),
     part("image_min_pixels", "whole>=1", "data.image_min_pixels", 32 * 32, "with images"),
+    *(
+        part(key, "flag", ours, True, "with images and finetuning_type full")
+        for key, ours in _PARTS.items()
+    ),
     *(
         Row(key=key, kind="no effect", accepts="flag", default=default,
             note=f"with images, {str(not default).lower()} is refused")
@@ -483,6 +489,16 @@ def _with_images(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     for key, (default, why) in _OF_MODELS_THAT_SEE.items():
         if r[key] is not default:
             r.refuse(key, why)
+    trained = [key for key in _PARTS if not r[key]]
+    for key in trained:
+        r.recipe[_PARTS[key]] = True
+        if r["finetuning_type"] != "full":
+            r.refuse(key, "adapters in parts that see")
+    if len(trained) == 1:
+        r.tell(
+            f"{trained[0]}: Qwen3-VL's deepstack_merger_list is part of the projector here, and "
+            "of the tower in LLaMA-Factory"
+        )
     return {key: r[key] for key in ("image_max_pixels", "image_min_pixels")}
 
 

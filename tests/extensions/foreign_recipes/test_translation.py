@@ -865,6 +865,26 @@ def test_images_of_llama_factory_have_its_sizes(
 
 
 @pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({}, set()),
+        ({"freeze_vision_tower": False}, {"images.tower"}),
+        ({"freeze_multi_modal_projector": False}, {"images.projector"}),
+        (
+            {"freeze_multi_modal_projector": False, "freeze_vision_tower": False},
+            {"images.projector", "images.tower"},
+        ),
+        ({"dataset": "own", "freeze_vision_tower": False}, set()),
+    ],
+)
+def test_parts_that_llama_factory_trains_whole_are_trained(
+    keys: dict[str, Any], parts: set[str]
+) -> None:
+    recipe = keys_of(FACTORY | {"dataset": "seen", "finetuning_type": "full"} | keys)
+    assert {key for key in ("images.projector", "images.tower") if recipe.get(key)} == parts
+
+
+@pytest.mark.parametrize(
     ("key", "keys"),
     [
         ("freeze_vision_tower", {"freeze_vision_tower": False}),
