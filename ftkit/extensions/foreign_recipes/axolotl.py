@@ -28,6 +28,15 @@ from ftkit.extensions.foreign_recipes.translation import (
 )
 from ftkit.extensions.foreign_recipes.value_types import Accepts
 
+_OF_LANGUAGE = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_SEEING: dict[str, frozenset[str]] = {
+    "qwen2_vl": _OF_LANGUAGE,
+    "qwen3_5": _OF_LANGUAGE | {"gate_proj", "up_proj", "down_proj"},
+    "gemma3": frozenset(),
+    "gemma4": frozenset(),
+}
+"""Templates of models that see of which axolotl 0.19 trains the assistant's turns alone
+(processing_strategies.py), with names of layers that their language models have and towers lack."""
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 """Chat templates of axolotl that ftkit has by a name."""
 # The texts are axolotl's own format: src/axolotl/prompters.py, and alpaca_chat.py in
@@ -317,12 +326,14 @@ ROWS = rows_by_key(
     part("model_quantization_config", "text", "quantize", None,
          "a model published packed is unpacked"),
     *idle("see model_quantization_config", "model_quantization_config_kwargs"),
-    # Images of columns stand behind the first message there, and which tokens carry loss is decided
-    # by family.
-    *missing("images in the places and with the loss of axolotl's", "processor_type"),
-    *idle("without gradients tower and projector stay as they are", "freeze_mm_modules"),
-    *idle("only with images", "skip_prepare_dataset", "image_size", "image_resize_algorithm",
-          "processor_kwargs"),
+    part("processor_type", "text", ("images.projector", "images.tower"), None,
+         "images, with chat_template qwen2_vl, qwen3_5, gemma3 or gemma4"),
+    part("freeze_mm_modules", "flag", ("images.projector", "images.tower"), False,
+         "with images and without an adapter"),
+    *missing("images of another size than the model's processor gives them", "image_size"),
+    *idle("see image_size", "image_resize_algorithm"),
+    *missing("other settings of the processor of images", "processor_kwargs"),
+    *idle("only with images", "skip_prepare_dataset"),
     *missing("trained turns by marks in the text", "role_boundaries"),
     part("pretraining_dataset", ("text", [_DOCUMENT]), ("data.path", "data.sources"), None,
          "documents, with sample_packing"),
@@ -441,6 +452,8 @@ def _finish(r: Reading) -> None:
     _rates(r)
     _objective(r)
     _data(r)
+    if r.has("processor_type"):
+        _with_images(r)
     _intervals(r)
     for name in r["plugins"] or ():
         known = next((word for word in _KERNELS if f".{word}." in name), None)
@@ -511,6 +524,30 @@ def _adapter(r: Reading) -> None:
         r.refuse("peft_init_lora_weights", f"initialisation {start}")
     if r.has("loraplus_lr_ratio"):
         r.set(lora_plus_ratio=r["loraplus_lr_ratio"])
+
+
+def _with_images(r: Reading) -> None:
+    """What axolotl trains of a model that sees."""
+    if (names := _SEEING.get(r["chat_template"])) is None:
+        r.refuse("processor_type", "the loss on images where axolotl decides it by the processor")
+        return
+    if r["rl"] not in OFF or r["reward_model"]:
+        r.refuse("processor_type", "images in preference pairs")
+    targets = r["lora_target_modules"]
+    if r["adapter"] in OFF:
+        if not r["freeze_mm_modules"]:
+            r.set(images__projector=True, images__tower=True)
+    elif r["lora_target_linear"] or not (
+        names.issuperset(targets)
+        if isinstance(targets, list)
+        else isinstance(targets, str) and "language_model" in targets
+    ):
+        r.refuse("lora_target_modules", "adapters in parts that see")
+    r.tell(
+        "processor_type: axolotl takes the first image of a column alone, and puts it behind the "
+        "text where no part stands for it; ftkit refuses such records. It trains on samples that "
+        "are longer than sequence_len, too"
+    )
 
 
 def _precision(r: Reading) -> None:
@@ -846,7 +883,7 @@ def _trained(r: Reading, entry: dict[str, Any]) -> str:
             r.refuse(f"datasets.{key}", "ends of turns that are trained apart from the turns")
     if entry.get("message_field_training"):
         r.refuse("datasets.message_field_training", "messages that say whether they are trained")
-    if not r["eot_tokens"]:
+    if not r["eot_tokens"] and not r.has("processor_type"):
         r.tell(
             "eot_tokens: where turns do not end with the tokenizer's EOS, axolotl trains no end of "
             "a turn without it; ftkit trains the end that the chat template writes"

@@ -28,6 +28,14 @@ AXOLOTL: dict[str, Any] = {
     "lora_alpha": 16,
     "lora_target_linear": True,
 }
+SEEING: dict[str, Any] = {
+    "processor_type": "AutoProcessor",
+    "chat_template": "gemma3",
+    "datasets": [{"path": "d.jsonl", "type": "chat_template"}],
+    "lora_target_linear": ...,
+    "lora_target_modules": r"model.language_model.layers.[\d]+.self_attn.(q|v)_proj",
+}
+"""An axolotl file of a model that sees."""
 FACTORY: dict[str, Any] = {
     "model_name_or_path": "org/base",
     "finetuning_type": "lora",
@@ -610,7 +618,7 @@ def test_devices_multiply_the_batch(name: str) -> None:
             {"rl": "simpo", "datasets": [{"path": "d", "type": "chat_template.default"}]},
             "further loss ... cpo_alpha 0",
         ),
-        ("axolotl", {"processor_type": "AutoProcessor"}, "images"),
+        ("axolotl", {"processor_type": "AutoProcessor"}, "loss on images"),
         ("axolotl", {"plugins": ["some.where.Plugin"]}, "plugin some.where.Plugin"),
         ("axolotl", {"num_epochs": 1.5}, "a part of an epoch"),
         ("axolotl", {"model_config": {"sliding_window": 9}}, "changes of config.json"),
@@ -862,6 +870,37 @@ def test_images_of_llama_factory_have_its_sizes(
 ) -> None:
     found = keys_of(FACTORY | {"dataset": "seen"} | keys)["data"]["init_args"]
     assert {name: found.get(name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({}, set()),
+        ({"chat_template": "qwen2_vl", "lora_target_modules": ["q_proj", "o_proj"]}, set()),
+        ({"adapter": ..., "lora_target_modules": ...}, {"images.projector", "images.tower"}),
+        ({"adapter": ..., "lora_target_modules": ..., "freeze_mm_modules": True}, set()),
+    ],
+)
+def test_parts_that_axolotl_trains_are_trained(keys: dict[str, Any], parts: set[str]) -> None:
+    recipe = keys_of(AXOLOTL, **{**SEEING, **keys})
+    assert {key for key in ("images.projector", "images.tower") if recipe.get(key)} == parts
+    assert recipe["data"]["init_args"]["train_on"] == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"lora_target_linear": True}, "adapters in parts that see"),
+        ({"lora_target_modules": ["q_proj"]}, "adapters in parts that see"),
+        ({"image_size": 512}, "images of another size"),
+        ({"rl": "orpo"}, "images in preference pairs"),
+        ({"chat_template": "llava"}, "the loss on images"),
+    ],
+)
+def test_what_axolotl_does_otherwise_with_images_is_refused(
+    keys: dict[str, Any], words: str
+) -> None:
+    assert says(refusal(AXOLOTL, **{**SEEING, **keys}), words)
 
 
 @pytest.mark.parametrize(
