@@ -409,9 +409,10 @@ def markdown(figures: Figures) -> str:
     rounds = 1 + max((row["round"] for row in figures["runs"]), default=-1)
     machine = figures["hardware"]
     listed = ", ".join(f"{name} {of}" for name, of in figures.get("versions", {}).items())
+    sides = f"{scene.picture_width} x {scene.picture_height}"
     said = (
         f"LLaVA of {scene.text} with a tower of {scene.layers} layers of {scene.width} at "
-        f"{scene.side} pixels, which is frozen with its projector; JPEGs of {scene.picture_width} x {scene.picture_height}, "
+        f"{scene.side} pixels, which is frozen with its projector; JPEGs of {sides}, "
         f"one in each sample; 32-true, micro-batch {scene.micro_batch_size} of "
         f"{scene.global_batch_size}, {scene.steps} steps, of which the first "
         f"{figures['warm_up_steps']} are not counted. Medians of {rounds} rounds, of waiting the "

@@ -14,7 +14,13 @@ import torch
 
 from ftkit.errors import UserError
 from ftkit.extensions.images.families import FAMILIES, Family, ImageSettings, family_of, patches_of
-from ftkit.extensions.images.files import BrokenImage, decode, read_file, size_by_header
+from ftkit.extensions.images.files import (
+    BrokenImage,
+    checked_size,
+    decode,
+    read_file,
+    size_by_header,
+)
 from ftkit.extensions.images.towers import Inputs
 
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
@@ -176,7 +182,7 @@ class ImageModel:
         Raises:
             BrokenImage: it cannot be decoded, or the model does not take it.
         """
-        return self._text_of(decode(content).size)
+        return self._text_of(checked_size(content))
 
     def text_by_header(self, file: str) -> tuple[str, int]:
         """As `text_of`, without decoding it; nothing for a file that cannot be read."""
