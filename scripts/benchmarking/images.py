@@ -65,6 +65,7 @@ MOST_LOADING = 0.05
 """Largest share of a step in which ftkit waits for data."""
 COLUMNS = (
     "program", "samples/s", "x trl", "x trl no recomputation", "step", "waiting for data",
+    "processor time", "x trl", "x trl no recomputation",
     "peak memory", "x trl", "x trl no recomputation", "first loss", "last loss",
     "largest loss difference from ftkit",
 )  # fmt: skip
@@ -415,8 +416,10 @@ def markdown(figures: Figures) -> str:
         f"{scene.side} pixels, which is frozen with its projector; JPEGs of {sides}, "
         f"one in each sample; 32-true, micro-batch {scene.micro_batch_size} of "
         f"{scene.global_batch_size}, {scene.steps} steps, of which the first "
-        f"{figures['warm_up_steps']} are not counted. Medians of {rounds} rounds, of waiting the "
-        f"largest. {machine['cpu']}, {machine['physical_cores']} cores. TRL's: {listed}."
+        f"{figures['warm_up_steps']} are not counted. Processor time is that of a step, over all "
+        "processors, which other load changes less than the time of a step. Medians of "
+        f"{rounds} rounds, of waiting the largest. "
+        f"{machine['cpu']}, {machine['physical_cores']} cores. TRL's: {listed}."
     )
     return "\n\n".join([*parts, said])
 
@@ -435,10 +438,13 @@ def _cells(
         "" if name not in runs else number(paired_ratio(runs[name], own, "step_s"), ".2f")
         for name in TRL_SETTINGS
     ]
-    smaller = [
-        "" if name not in runs else number(paired_ratio(own, runs[name], "peak_bytes"), ".2f")
-        for name in TRL_SETTINGS
-    ]
+    busy, smaller = (
+        [
+            "" if name not in runs else number(paired_ratio(own, runs[name], of), ".2f")
+            for name in TRL_SETTINGS
+        ]
+        for of in ("step_cpu_s", "peak_bytes")
+    )
     apart, reference = "", runs.get("ftkit", [])
     if program != "ftkit" and reference and reference[0].is_whole:
         apart = f"{_difference(whole[0], reference[0], method):.0e}"
@@ -450,6 +456,8 @@ def _cells(
         *faster,
         number(step_s, ".2f") + " s",
         "" if waiting is None else f"{waiting:.1%}",
+        number(median_of(own, "step_cpu_s"), ".2f") + " s",
+        *busy,
         gib(median_of(own, "peak_bytes")) + " GiB",
         *smaller,
         f"{whole[0].steps[0].loss:.4f}",
