@@ -307,7 +307,9 @@ def _of_ftkit(
 def _waiting(out: Path) -> float | None:
     """Share of a step in which training waits for data, in ftkit's own window."""
     step = read_report(out).step_s
-    return None if step is None else step.data / step.total
+    if step is None or step.data is None or not step.total:
+        return None
+    return step.data / step.total
 
 
 def _trl_words(

@@ -13,7 +13,12 @@ from typing import Any
 from datasets import Dataset, Features, Image, List
 from transformers import AutoProcessor
 from trl import SFTConfig, SFTTrainer
-from trl_run import Counter, StepLines, adapter, model_settings
+from trl_run import (  # type: ignore[import-not-found]  # it lies beside this script
+    Counter,
+    StepLines,
+    adapter,
+    model_settings,
+)
 
 FROZEN = ("vision_tower", "multi_modal_projector")
 """Names of the parts that see, which ftkit does not train."""
