@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from ftkit.data.records.media import shown_medium
 from ftkit.data.samples.loader import validation_loader
 from ftkit.errors import UserError
 from ftkit.evaluation.scoring import Score, Scoring
@@ -26,6 +27,7 @@ from ftkit.evaluation.validation import (
 )
 from ftkit.objectives.objective import checked_amounts
 from ftkit.runs.report.answers import (
+    MOST_SHOWN,
     AnsweredExample,
     AnswerScore,
     ExactMatch,
@@ -320,13 +322,13 @@ class Evaluator:
                 context=self._setup.strategy.precision.forward_context,
             )
         answer = exact_text(self._setup.base.tokenizer, tokens.tolist())
-        asked = " ".join(filter(None, (example.instruction, example.input)))
-        self._journal.display.message(f"sample: {asked}\nanswer: {marked(answer)}")
         known = self._journal.recorder.report.examples or [
             AnsweredExample(
                 instruction=example.instruction,
                 input=example.input,
                 expected=exact_text(self._setup.base.tokenizer, example.expected),
+                media=[shown_medium(one) for one in example.media[:MOST_SHOWN]],
+                further_media=len(example.media[MOST_SHOWN:]),
             )
         ]
         shown = (
@@ -335,6 +337,8 @@ class Evaluator:
             else dataclasses.replace(known[0], after=answer)
         )
         self._journal.recorder.note(examples=[shown])
+        asked = " ".join(filter(None, (example.instruction, example.input, *shown.media_texts)))
+        self._journal.display.message(f"sample: {asked}\nanswer: {marked(answer)}")
 
 
 _Noted = TypeVar("_Noted", ExactMatch, AnswerScore)

@@ -9,6 +9,7 @@ from enum import IntEnum
 from types import FrameType
 
 from ftkit.checkpoint.state import capture
+from ftkit.data.media import Coming
 from ftkit.data.samples.loader import train_batches
 from ftkit.errors import EXIT_BY_SIGNAL
 from ftkit.objectives.step_loss import StepLoss
@@ -186,7 +187,7 @@ class Training:
             if self._checkpointing
             else lambda: None,
         )
-        batches = iter(
+        batches = Coming(
             train_batches(
                 setup.data.train,
                 self._order,

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 from ftkit.checkpoint.metadata import SeedNames
-from ftkit.data.media import with_media
+from ftkit.data.media import Coming, with_media
 from ftkit.data.records.media import MEDIA_OF
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.language_model import LanguageModel, compiled_graphs
@@ -147,7 +147,7 @@ class TrainStep:
             EmbeddingNoise(embedding, alpha * scale, tokens)
         self._graphs = self._count_graphs()
 
-    def run(self, step: int, batches: Iterator[Batch]) -> StepRecord:
+    def run(self, step: int, batches: Coming) -> StepRecord:
         """Train on the micro-batches of one step, and update once.
 
         Without an update if the loss is not finite, or the norm of the gradients.
@@ -168,7 +168,7 @@ class TrainStep:
             self._gather_statistics(step, of_step)
         self._seed_step(step)
         self._strategy.set_learning_rate(self._schedule.share(step))
-        for waiting in with_media(of_step):
+        for waiting in with_media(of_step, batches.following()):
             batch = move_data_to_device(waiting, self._device)
             self._clock.mark("data")
             self._step_loss.refer(batch)

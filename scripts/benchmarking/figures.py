@@ -24,6 +24,8 @@ class Step:
     """Loss that the program reports."""
     tokens: int
     """Real tokens."""
+    cpu_s: float | None = None
+    """Time that processors had spent on the command by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,12 @@ class Measured:
         return self.window_s / len(self.window)
 
     @property
+    def step_cpu_s(self) -> float | None:
+        """Mean time of processors for a step of the window, over all of them; None: unknown."""
+        first, last = self.steps[WARM_UP_STEPS - 1].cpu_s, self.steps[-1].cpu_s
+        return None if first is None or last is None else (last - first) / len(self.window)
+
+    @property
     def peak_bytes(self) -> int | None:
         """Memory that training takes: on the GPU, or of the host beyond what imports hold."""
         if self.allocated_bytes is not None:
@@ -97,7 +105,9 @@ def steps_of(events: Sequence[tuple[float, dict[str, Any]]], skip: int = 0) -> l
         if "step" not in event:
             continue
         tokens = event["total_tokens"] - before
-        steps.append(Step(ended_s=ended_s, loss=event["loss"], tokens=tokens))
+        steps.append(
+            Step(ended_s=ended_s, loss=event["loss"], tokens=tokens, cpu_s=event.get("cpu_s"))
+        )
         before = event["total_tokens"]
     return steps[skip:]
 
@@ -129,5 +139,6 @@ def paired_ratio(runs: Sequence[Measured], others: Sequence[Measured], name: str
         getattr(run, name) / getattr(other, name)
         for run, other in zip(runs, others, strict=False)
         if run.is_whole and other.is_whole and getattr(other, name)
+        if getattr(run, name) is not None
     ]
     return statistics.median(ratios) if ratios else None

@@ -107,7 +107,9 @@ def _follow(
         if now_s - family_at_s > FAMILY_POLL_S:
             family, family_at_s = [one.pid for one in _family(process.pid)], now_s
         seen.host_bytes = max(seen.host_bytes, *(_host_bytes(pid) for pid in family), 0)
-        seen.events += [(time.perf_counter() - start_s, event) for event in look()]
+        for event in look():
+            event["cpu_s"] = _cpu_s(_family(process.pid))
+            seen.events.append((time.perf_counter() - start_s, event))
         time.sleep(POLL_S)
     seen.exit_code = process.returncode
 
@@ -141,6 +143,7 @@ def _read(
     for line in process.stdout:
         if line.startswith(MARK):
             event = json.loads(line.removeprefix(MARK))
+            event["cpu_s"] = _cpu_s(_family(process.pid))
             seen.events.append((time.perf_counter() - start_s, event))
         else:
             lines.append(line)
@@ -152,6 +155,16 @@ def _family(pid: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.Error:
         return []
+
+
+def _cpu_s(family: Sequence[psutil.Process]) -> float:
+    """Time that processors have spent on processes, which other load hardly changes."""
+    total_s = 0.0
+    for one in family:
+        with suppress(psutil.Error):
+            times = one.cpu_times()
+            total_s += times.user + times.system
+    return total_s
 
 
 def _host_bytes(pid: int) -> int:

@@ -212,7 +212,9 @@ def test_output_of_a_watched_process_is_separate_from_its_records(
     )
     seen = watch([sys.executable, "-c", program], limit_s=60, directory=tmp_path)
     assert (seen.exit_code, seen.output) == (4, "hello\n")
-    assert [event for _, event in seen.events] == [{"step": 1}]
+    ((_, event),) = seen.events
+    assert event.keys() == {"step", "cpu_s"} and event["step"] == 1
+    assert event["cpu_s"] >= 0
     assert seen.host_bytes > 40 * 2**20
 
 
@@ -427,7 +429,7 @@ def test_the_document_on_performance_names_every_file_of_figures_and_no_other() 
     assert named == {file.name for file in (SCRIPTS / "benchmarks").glob("*.json")}
 
 
-COMMANDS = ("peers", "levers", "scaling", "implementations")
+COMMANDS = ("peers", "levers", "scaling", "images", "implementations")
 PLACES = {"peers": "peers", "objectives": "peers"} | {name: name for name in COMMANDS[1:]}
 """Commands of scripts/benchmark by the places of their tables."""
 FIGURES = [
@@ -441,11 +443,12 @@ FIGURES = [
 def test_the_tables_of_the_document_are_those_of_committed_figures(
     command: str, file: Path
 ) -> None:
-    from benchmarking import implementations, levers, scaling
+    from benchmarking import images, implementations, levers, scaling
     from benchmarking.command import DOCUMENT, with_tables
     from benchmarking.peers import command as peers
 
-    module = dict(zip(COMMANDS, (peers, levers, scaling, implementations), strict=True))[command]
+    modules = (peers, levers, scaling, images, implementations)
+    module = dict(zip(COMMANDS, modules, strict=True))[command]
     text = module.markdown(json.loads(file.read_text()))
     document = DOCUMENT.read_text()
     assert text in document
@@ -464,6 +467,46 @@ def test_new_tables_take_the_place_of_the_old_ones(place: str) -> None:
         line for line in document.splitlines() if line.startswith("#")
     ]
     assert with_tables(changed, "| a table |", f"{place}-new.json") == changed
+
+
+def figures_of_images(*, apart: float = 2e-7, waiting: float = 0.002) -> dict[str, Any]:
+    """Figures of a round in which ftkit is twice as fast as TRL, and losses differ by so much."""
+    from benchmarking.images import USUAL
+
+    own = measured(1.0, 2.0, 3.0)
+    steps = [dataclasses.replace(one, loss=one.loss * (1 + apart)) for one in own.steps]
+    steps[2] = dataclasses.replace(steps[2], ended_s=4.0)
+    other = dataclasses.replace(own, steps=steps, host_bytes=5 * 2**30)
+    runs = [
+        {"round": 0, "method": "full", "program": "ftkit", "waiting": waiting, "measured": own},
+        {"round": 0, "method": "full", "program": "trl", "measured": other},
+    ]
+    return {
+        "scene": dataclasses.asdict(USUAL),
+        "runs": [row | {"measured": dataclasses.asdict(row["measured"])} for row in runs],
+        "warm_up_steps": 2,
+        "hardware": {"cpu": "a CPU", "physical_cores": 2},
+        "versions": {"trl": "1.16.0"},
+    }
+
+
+def test_images_have_a_row_with_speed_memory_and_losses_beside_trl() -> None:
+    from benchmarking.images import markdown
+
+    text = markdown(figures_of_images())
+    own, other = [line.split(" | ") for line in text.splitlines() if "GiB" in line]
+    assert own[:6] == ["| ftkit", "8.00", "2.00", "", "1.00 s", "0.2%"]
+    assert own[9:12] == ["2.00 GiB", "0.50", ""]
+    assert other[1] == "4.00" and other[-1] == "2e-07 |"
+
+
+@pytest.mark.parametrize(("wrong", "code"), [({}, 0), ({"apart": 1e-4}, 1), ({"waiting": 0.06}, 1)])
+def test_the_benchmark_of_images_fails_if_losses_differ_or_steps_wait(
+    wrong: dict[str, float], code: int
+) -> None:
+    from benchmarking.images import exit_code
+
+    assert exit_code(figures_of_images(**wrong)) == code
 
 
 def test_a_row_of_two_implementations_has_speed_memory_and_losses_of_both() -> None:

@@ -14,6 +14,7 @@ from recorders import SAMPLES_PER_EPOCH, make_recorder, step_record, train
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import BaseIdentity, DataIdentity, Layout, Metadata
+from ftkit.data.records.media import ShownMedium
 from ftkit.models.routing import RouterLoss, Routing
 from ftkit.runs.report.answers import AnsweredExample, AnswerScore, ExactMatch
 from ftkit.runs.report.meters import PARTS
@@ -68,13 +69,23 @@ def metadata_of(recorder: Recorder) -> Metadata:
     )
 
 
+EXAMPLE = AnsweredExample(
+    instruction="how?",
+    expected="so",
+    before="what",
+    media=[
+        ShownMedium(kind="image", name="a.png", size="2 x 2", first=0, end=4, picture="data:,a")
+    ],
+)
+
+
 def first_session(tmp_path: Path) -> Metadata:
     with make_recorder(tmp_path) as recorder:
         recorder.on_validation(0, 5.0)
         recorder.note(
             exact_match=ExactMatch(samples=8, before=0.25),
             scores=[AnswerScore(name="close", samples=8, before=0.5, file="a.py", sha256="0")],
-            examples=[AnsweredExample(instruction="how?", expected="so", before="what")],
+            examples=[EXAMPLE],
         )
         train(recorder, range(1, 9))
         recorder.on_validation(4, 1.5)
@@ -141,9 +152,7 @@ def test_what_was_asked_before_training_is_still_known(tmp_path: Path) -> None:
         assert recorder.report.exact_match == ExactMatch(samples=8, before=0.25)
         close = AnswerScore(name="close", samples=8, before=0.5, file="a.py", sha256="0")
         assert recorder.report.scores == [close]
-        assert recorder.report.examples == [
-            AnsweredExample(instruction="how?", expected="so", before="what")
-        ]
+        assert recorder.report.examples == [EXAMPLE]
 
 
 @pytest.mark.extensions

@@ -18,7 +18,6 @@ from ftkit.recipe.parsing import Override, read_recipe, sorted_words
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.readers import NO_TERMS, Terms
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.formatting import shortened
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.imports import silence_libraries
 
@@ -39,7 +38,6 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
     Inspection,
     LeftOut,
     Lengths,
-    ShownMedium,
     ShownSample,
     SourceNumbers,
     SplitNumbers,
@@ -48,7 +46,7 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
 from ftkit.data.prepare import Prepared  # noqa: E402
 from ftkit.data.records.bad import SKIP, BadData  # noqa: E402
 from ftkit.data.records.hub import as_owner_of  # noqa: E402
-from ftkit.data.records.media import MEDIA_KINDS, Medium  # noqa: E402
+from ftkit.data.records.media import shown_medium  # noqa: E402
 from ftkit.data.samples.sample_set import Sample, SampleSet, media_numbers  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
 from ftkit.models.pretrained.hub import (  # noqa: E402
@@ -59,7 +57,6 @@ from ftkit.models.pretrained.hub import (  # noqa: E402
 )
 from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens  # noqa: E402
 from ftkit.utils.progress import print_notice  # noqa: E402
-from ftkit.utils.registry import imported  # noqa: E402
 
 
 def show_data(options: DataOptions) -> int:
@@ -342,27 +339,8 @@ def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> Iterator[Show
             trained=(weights > 0).tolist(),
             weights=weights.tolist(),
             special=special,
-            media=[_shown_medium(medium) for medium in sample.media],
+            media=[shown_medium(medium) for medium in sample.media],
         )
-
-
-_MOST_OF_NAME = 40
-
-
-def _shown_medium(medium: Medium) -> ShownMedium:
-    row = MEDIA_KINDS.get(medium.kind)
-    assert row is not None, "the renderer of these records is of it"
-    look = imported(row.look_place)(medium.file, medium.digest)
-    # Of one that a record holds, the cache has a file with the digest as its name.
-    name = Path(medium.file).name
-    return ShownMedium(
-        kind=medium.kind,
-        name=medium.digest[:8] if name == medium.digest else shortened(name, _MOST_OF_NAME),
-        size=look.size,
-        first=medium.first,
-        end=medium.end,
-        picture=look.picture,
-    )
 
 
 def _shared(chosen: Sample, rejected: Sample) -> int:

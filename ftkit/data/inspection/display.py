@@ -14,13 +14,13 @@ from ftkit.data.inspection.inspection import (
     Finding,
     Inspection,
     Lengths,
-    ShownMedium,
     ShownSample,
     SourceNumbers,
     SplitNumbers,
 )
+from ftkit.data.records.media import ShownMedium
 from ftkit.utils.console.formatting import percent_text, shortened
-from ftkit.utils.console.html import GOOD, escaped, labelled, styled, whole_page
+from ftkit.utils.console.html import GOOD, Pictured, escaped, labelled, pictured, styled, whole_page
 from ftkit.utils.console.terminal import labelled_grid
 from ftkit.version import __version__
 
@@ -490,13 +490,8 @@ def _html_tokens(sample: ShownSample) -> Iterator[str]:
 
 def _html_picture(medium: ShownMedium) -> str:
     """A small picture in the place of its tokens, with its description below."""
-    words = escaped(visible(medium.words))
-    return (
-        '<span style="display:inline-block;vertical-align:middle;margin:0.2em;max-width:160px">'
-        f'<img src="{escaped(medium.picture)}" alt="{words}" title="{words}" '
-        'style="display:block;max-width:160px;max-height:160px;margin:0">'
-        f'<span style="{_MARK_CSS};border:none;font-size:0.8em">{words}</span></span>'
-    )
+    shown = Pictured(visible(medium.words), medium.picture)
+    return pictured(shown, f"{_MARK_CSS};border:none")
 
 
 def _html_token(text: str, style: str, token: int | None = None) -> str:

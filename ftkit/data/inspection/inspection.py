@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ftkit.data.records.keys import UnusedKeys
-from ftkit.data.records.media import MediaNumbers
+from ftkit.data.records.media import MediaNumbers, ShownMedium
 
 FindingKind = Literal[
     "bad_records",
@@ -169,27 +169,6 @@ class Duplicates:
 
 
 Answer = Literal["chosen", "rejected"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShownMedium:
-    """A medium of a sample, such as an image."""
-
-    kind: str
-    name: str
-    """Name of its file."""
-    size: str
-    """In words, such as 640 x 480."""
-    first: int
-    """First of its tokens, among those of the sample."""
-    end: int
-    picture: str
-    """Url with a small picture of it, data:image/jpeg;base64,...; "": there is none."""
-
-    @property
-    def words(self) -> str:
-        """Description in the place of its tokens."""
-        return f"[{self.kind} {self.name}, {self.size}, {self.end - self.first:,} tokens]"
 
 
 @dataclass(frozen=True, kw_only=True)

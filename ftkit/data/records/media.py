@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from ftkit.data.records.keys import is_empty
 from ftkit.data.records.record import Misfit, Record
 from ftkit.errors import UserError
-from ftkit.utils.console.formatting import percent_text
+from ftkit.utils.console.formatting import percent_text, shortened
 from ftkit.utils.registry import Registry, imported
 
 MEDIA = "media"
@@ -27,6 +27,8 @@ _FIRST_PLACE, _LAST_PLACE = 0xF0000, 0xFFFFD
 PLACES = re.compile(f"[{chr(_FIRST_PLACE)}-{chr(_LAST_PLACE)}]")
 MOST_MEDIA = _LAST_PLACE - _FIRST_PLACE + 1
 """Most media whose places differ in one text."""
+_MOST_OF_NAME = 40
+"""Characters of the name of a file that people see."""
 
 
 class Medium(NamedTuple):
@@ -74,6 +76,27 @@ class Look(NamedTuple):
     """In words, such as 640 x 480."""
     picture: str
     """data: url that holds the picture itself; "": there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShownMedium:
+    """A medium of a sample or prompt, as people see it."""
+
+    kind: str
+    name: str
+    """Name of its file."""
+    size: str
+    """In words, such as 640 x 480."""
+    first: int
+    """First of its tokens, among those of the sample or prompt."""
+    end: int
+    picture: str
+    """Url with a small picture of it, data:image/jpeg;base64,...; "": there is none."""
+
+    @property
+    def words(self) -> str:
+        """Description in the place of its tokens."""
+        return f"[{self.kind} {self.name}, {self.size}, {self.end - self.first:,} tokens]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +229,25 @@ def media_row(name: str) -> MediaKind:
     row = MEDIA_KINDS.get(name)
     assert row is not None, f"a record with media of the kind {name} was read by its extension"
     return row
+
+
+def shown_medium(medium: Medium) -> ShownMedium:
+    """Return how people see a medium.
+
+    Raises:
+        UserError: its file is not what it was when its sample was made.
+    """
+    look = imported(media_row(medium.kind).look_place)(medium.file, medium.digest)
+    # Of one that a record holds, the cache has a file with the digest as its name.
+    name = Path(medium.file).name
+    return ShownMedium(
+        kind=medium.kind,
+        name=medium.digest[:8] if name == medium.digest else shortened(name, _MOST_OF_NAME),
+        size=look.size,
+        first=medium.first,
+        end=medium.end,
+        picture=look.picture,
+    )
 
 
 def numbered(messages: Iterable[Record]) -> tuple[list[Record], list[dict[str, Any]]]:

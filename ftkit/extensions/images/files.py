@@ -202,6 +202,28 @@ def size_by_header(content: bytes) -> tuple[int, int]:
     return (height, width) if is_turned else (width, height)
 
 
+def checked_size(content: bytes) -> tuple[int, int]:
+    """Width and height that `decode` gives, of an image that it decodes.
+
+    Of a JPEG, all is read, but only an eighth of the width and height is computed: that finds the
+    same damage in a quarter of the time.
+
+    Raises:
+        BrokenImage: as `decode`.
+    """
+    with _opened(content) as image:
+        is_plain = image.format == "JPEG" and image.mode in ("RGB", "L")
+        try:
+            if is_plain and image.getexif().get(_ORIENTATION) is None:
+                size = image.size
+                image.draft(None, (1, 1))
+                image.load()
+                return size
+        except Exception as error:  # as of `decode`
+            raise BrokenImage(f"is damaged ({error})") from None
+    return decode(content).size
+
+
 def decode(content: bytes) -> "Image":
     """Decode an image to RGB, turned as its EXIF says, as transformers does it.
 

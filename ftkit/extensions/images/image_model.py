@@ -21,7 +21,13 @@ from ftkit.extensions.images.families import (
     family_of,
     patches_of,
 )
-from ftkit.extensions.images.files import BrokenImage, decode, read_file, size_by_header
+from ftkit.extensions.images.files import (
+    BrokenImage,
+    checked_size,
+    decode,
+    read_file,
+    size_by_header,
+)
 from ftkit.extensions.images.towers import Inputs
 
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
@@ -201,7 +207,7 @@ class ImageModel:
         Raises:
             BrokenImage: it cannot be decoded, or the model does not take it.
         """
-        return self._text_of(decode(content).size, is_alone=is_alone)
+        return self._text_of(checked_size(content), is_alone=is_alone)
 
     def text_by_header(self, file: str, *, is_alone: bool) -> tuple[str, int]:
         """As `text_of`, without decoding it; nothing for a file that cannot be read."""

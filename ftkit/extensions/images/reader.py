@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftkit.data.media import MediaReader
+from ftkit.data.media import MediaReader, read_each
 from ftkit.data.records.media import Medium
 from ftkit.errors import UserError
 from ftkit.extensions.images.files import BrokenImage
@@ -38,9 +38,10 @@ class ImageReader(MediaReader):
         family = self._model.family
         images, places, positions, blocks = [], [], [], []
         start = 0
+        read = read_each(self._inputs, [medium for own in media for medium in own])
         for own, tokens in zip(media, ids, strict=True):
             sequence = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
-            found = [self._inputs(medium) for medium in own]
+            found = [next(read) for _ in own]
             is_image = sequence == self._model.token_id
             images += [self._model.read(inputs) for inputs in found]
             places.append(is_image.nonzero()[:, 0] + start)

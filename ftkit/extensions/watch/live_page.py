@@ -31,10 +31,10 @@ from ftkit.runs.checkpoints import CheckpointEntry, entry_of
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.lock import is_at_work_here
 from ftkit.runs.report.metrics import Row, loss_columns
-from ftkit.runs.report.table import report_as_html
+from ftkit.runs.report.table import example_rows, report_as_html
 from ftkit.runs.url_runs import url_runs
 from ftkit.utils.console.formatting import age_text, bytes_text, loss_text, parse_duration
-from ftkit.utils.console.html import escaped, grid
+from ftkit.utils.console.html import escaped, grid, labelled
 from ftkit.utils.process import Interrupts
 from ftkit.utils.url_files import StorageError, unreachable
 from ftkit.utils.urls import display_path, url_of
@@ -167,6 +167,10 @@ class RunSnapshots:
             "memory": _memory(run),
             "memory_limit": bytes_text(limit) if (limit := run.memory_limit_bytes) else "",
             "checkpoints": self._checkpoints(run.files),
+            # Before the run ends, its report has the answer before training.
+            "example": labelled(example_rows(report))
+            if report and report.examples and not ended
+            else "",
             "report": report_as_html(report, snapshot.run.out_dir) if ended and report else "",
         }
 

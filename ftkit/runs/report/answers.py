@@ -2,9 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ftkit.data.records.media import ShownMedium
 from ftkit.recipe.recipe import METRICS
+from ftkit.utils.console.html import Pictured
+
+MOST_SHOWN = 8
+"""Most media of an example in a report, which holds their pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,17 @@ class AnsweredExample:
     """The model's answer before training, with the white space and special tokens it has."""
     after: str | None = None
     """The model's answer after training."""
+    media: list[ShownMedium] = field(default_factory=list)
+    """What the record shows the model, at most `MOST_SHOWN`."""
+    further_media: int = 0
+    """Media of the record beyond these."""
+
+    @property
+    def media_texts(self) -> list[Pictured]:
+        """Descriptions of the media, each with its picture."""
+        texts = [Pictured(one.words, one.picture) for one in self.media]
+        further = [Pictured(f"and {self.further_media:,} more", "")] if self.further_media else []
+        return texts + further
 
 
 def score_title(name: str, *, is_own: bool) -> str:

@@ -244,8 +244,7 @@ def _source_rows(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _word_rows(report: Report) -> Iterator[tuple[str, str]]:
-    for example in report.examples[:1]:
-        yield from _example_rows(example)
+    yield from example_rows(report)
     if report.resumed:
         for change in report.resumed.changes:
             yield "changed", change
@@ -446,11 +445,19 @@ def _validation_text(losses: Loss | Source, *, of_start: bool) -> str:
     return from_to_text(losses.validation_first, losses.validation_last, loss_text)
 
 
-def _example_rows(example: AnsweredExample) -> Iterator[tuple[str, str]]:
+def example_rows(report: Report) -> Iterator[tuple[str, str]]:
+    """Rows with a validation record and the model's answers to it; none if it was not asked."""
+    for example in report.examples[:1]:
+        yield from _rows_of_example(example)
+
+
+def _rows_of_example(example: AnsweredExample) -> Iterator[tuple[str, str]]:
     question = f"{example.instruction} {example.input}"
     answers = (("expected", example.expected), ("before", example.before), ("after", example.after))
     # Of a long conversation, too, the question at its end.
     yield "example", shortened_within(question)
+    for text in example.media_texts:
+        yield "  with", text
     for label, answer in answers:
         if answer is not None:
             yield f"  {label}", shortened(marked(answer)) or "(empty)"

@@ -7,6 +7,7 @@ alike, and the text says the same.
 import base64
 import html
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 from ftkit.redaction import shown
 
@@ -55,16 +56,50 @@ def block(*parts: str) -> str:
     return f'<div style="max-width:60em">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
+class Pictured(str):
+    """A text with a small picture, which pages show above it, and terminals not."""
+
+    __slots__ = ("picture",)
+    picture: str
+    """data: url that holds it; "": there is none."""
+
+    def __new__(cls, text: str, picture: str) -> Self:
+        """Join a text and the url of a picture."""
+        made = super().__new__(cls, text)
+        made.picture = picture
+        return made
+
+
+def pictured(text: Pictured, style: str = "") -> str:
+    """A text below its picture.
+
+    Args:
+        text: with a picture.
+        style: CSS of the text.
+    """
+    words = escaped(text)
+    return (
+        '<span style="display:inline-block;vertical-align:middle;margin:0.2em;max-width:160px">'
+        f'<img src="{escaped(text.picture)}" alt="{words}" title="{words}" '
+        'style="display:block;max-width:160px;max-height:160px;margin:0">'
+        f'<span style="{style};font-size:0.8em">{words}</span></span>'
+    )
+
+
 def labelled(rows: Iterable[tuple[str, str]]) -> str:
     """A label and a text on each line; lines without a text are left out."""
     cells = "".join(
         f'<tr style="background:none"><td style="{_CELL}text-align:left;white-space:pre;'
         f'opacity:0.7">{escaped(label)}</td>'
-        f'<td style="{_CELL}text-align:left;white-space:pre-wrap">{escaped(text)}</td></tr>'
+        f'<td style="{_CELL}text-align:left;white-space:pre-wrap">{_content(text)}</td></tr>'
         for label, text in rows
         if text
     )
     return f'<table style="border:none;margin:0.3em 0"><tbody>{cells}</tbody></table>'
+
+
+def _content(text: str) -> str:
+    return pictured(text) if isinstance(text, Pictured) and text.picture else escaped(text)
 
 
 def grid(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:

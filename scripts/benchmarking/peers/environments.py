@@ -21,6 +21,14 @@ REQUIREMENTS: dict[str, list[str]] = {
         "datasets==5.0.1",
         "bitsandbytes==0.50.2",
     ],
+    "trl-images": [
+        "trl==1.16.0",
+        "transformers==5.24.0",
+        "accelerate==1.15.0",
+        "peft==0.21.2",
+        "datasets==5.0.1",
+        "pillow",
+    ],
 }
 """Packages to install besides torch, which has ftkit's version. LitGPT gets ftkit's libraries, TRL
 the newest of 22 November 2026."""

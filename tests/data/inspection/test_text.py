@@ -23,14 +23,13 @@ from ftkit.data.inspection.inspection import (
     Inspection,
     LeftOut,
     Lengths,
-    ShownMedium,
     ShownSample,
     SourceNumbers,
     SplitNumbers,
     Weights,
 )
 from ftkit.data.records.keys import UnusedKeys
-from ftkit.data.records.media import MediaNumbers
+from ftkit.data.records.media import MediaNumbers, ShownMedium
 from ftkit.utils.console.terminal import plain_text
 
 LENGTHS = Lengths(

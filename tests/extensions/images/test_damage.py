@@ -10,7 +10,14 @@ from command import ROOT
 from PIL import Image
 
 from ftkit.data.records.record import Misfit
-from ftkit.extensions.images.files import MOST_PIXELS, BrokenImage, decode, read_file, reference
+from ftkit.extensions.images.files import (
+    MOST_PIXELS,
+    BrokenImage,
+    checked_size,
+    decode,
+    read_file,
+    reference,
+)
 
 TRIES = 250
 NAMES = ("a.png", "a.jpg", "a.webp", "a.gif")
@@ -35,10 +42,18 @@ def test_damage_is_refused_by_name(
             warnings.simplefilter("ignore")  # of the decoder, about what it repairs
             try:
                 reference(name, tmp_path)
-                image = decode(read_file(file))
-            except (Misfit, BrokenImage):
+            except Misfit:
                 ended["refused"] += 1
                 continue
+            content = read_file(file)
+            try:
+                image = decode(content)
+            except BrokenImage:
+                ended["refused"] += 1
+                with pytest.raises(BrokenImage):
+                    checked_size(content)
+                continue
+            assert checked_size(content) == image.size, what
         assert image.mode == "RGB", what
         assert image.width * image.height <= MOST_PIXELS, what
         ended["read"] += 1

@@ -17,6 +17,7 @@ from ftkit.extensions.images.files import (
     MOST_PIXELS,
     BrokenImage,
     check_header,
+    checked_size,
     decode,
     reference,
     size_by_header,
@@ -76,6 +77,7 @@ def test_formats_that_are_read(name: str, tmp_path: Path) -> None:
     image = decode(content)
     assert (image.mode, image.size) == ("RGB", size)
     assert size_by_header(content) == size
+    assert checked_size(content) == size
 
 
 @pytest.mark.parametrize("name", ["turned by EXIF", "a palette", "alpha", "16 bits", "CMYK"])

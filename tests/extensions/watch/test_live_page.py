@@ -26,9 +26,11 @@ from messages import key_words, says
 
 from ftkit.checkpoint.store import Store
 from ftkit.cli.app import run
+from ftkit.data.records.media import ShownMedium
 from ftkit.errors import UserError
 from ftkit.extensions.watch.live_page import PageServer, RunSnapshots, thinned
 from ftkit.runs.checkpoints import CheckpointEntry, entry_of
+from ftkit.runs.report.answers import AnsweredExample
 from ftkit.runs.report.metrics import ValidationWriter
 from ftkit.runs.report.report import write_report
 from ftkit.runs.system_metrics import SystemWriter
@@ -217,6 +219,24 @@ class TestWhatIsTold:
         memory = {part["name"]: part["measured"] for part in found["memory"]}
         assert memory["gradients"] == [2**30, "1.0 GiB"]
         assert sum(size for size, _ in memory.values()) == 10 * 2**30
+
+    def test_the_example_of_a_run_at_work_is_shown_with_its_picture(
+        self, server: PageServer, out: Path
+    ) -> None:
+        picture = ShownMedium(
+            kind="image", name="a.png", size="2 x 2", first=0, end=4, picture="data:image/png,a"
+        )
+        example = AnsweredExample(instruction="<image>what", before="no idea", media=[picture])
+        report = make_run(out / "a", "failed", steps=30, write=False)
+        note_in_ranks(out / "a", dataclasses.replace(report, examples=[example]))
+        with at_work(out / "a"):
+            shown = fetched(server, "/run.json?run=a")["example"]
+        assert '<img src="data:image/png,a"' in shown
+        assert "[image a.png, 2 x 2, 4 tokens]" in shown and "no idea" in shown
+        write_report(dataclasses.replace(report, examples=[example]), out / "a")
+        found = fetched(server, "/run.json?run=a")
+        assert not found["example"], "an ended run has it in its report"
+        assert '<img src="data:image/png,a"' in found["report"]
 
     def test_a_set_to_validate_on_has_a_curve_beside_the_validation(
         self, server: PageServer, out: Path

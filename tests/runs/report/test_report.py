@@ -19,6 +19,7 @@ import pytest
 from messages import says
 from rich.console import Console
 
+from ftkit.data.records.media import ShownMedium
 from ftkit.errors import UserError
 from ftkit.recipe.parsing import recipe_as_dict
 from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
@@ -46,7 +47,7 @@ from ftkit.runs.report.report import (
     read_report,
     write_report,
 )
-from ftkit.runs.report.table import render, summary_text
+from ftkit.runs.report.table import render, report_as_html, summary_text
 from ftkit.strategies import step_memory as memory_module
 from ftkit.strategies.step_memory import Breakdown, RankStepMemory, StepMemory, StepMoments
 from ftkit.utils import hardware as hardware_module
@@ -737,6 +738,32 @@ class TestTable:
         shown = text_of(report, width=100)
         assert r"Take \sit" in shown and r"\n\n\tTake\nit\s" in shown
         assert marked(r"a\nb") == r"a\\nb", "a backslash is no mark"
+
+    def test_the_media_of_an_example_stand_beside_its_answers(self) -> None:
+        media = [
+            ShownMedium(
+                kind="image",
+                name=f"<b>{number}.png",
+                size="640 x 480",
+                first=1,
+                end=301,
+                picture=f"data:image/jpeg;base64,{number}",
+            )
+            for number in range(2)
+        ]
+        example = AnsweredExample(
+            instruction="what", expected="a", before="b", after="a", media=media, further_media=3
+        )
+        report = dataclasses.replace(COMPLETED, examples=[example])
+        shown = text_of(report, width=100)
+        for number in range(2):
+            assert f"[image <b>{number}.png, 640 x 480, 300 tokens]" in shown
+        assert "and 3 more" in shown
+        assert "base64" not in shown
+        page = report_as_html(report)
+        assert re.findall(r'<img src="([^"]*)"', page) == [one.picture for one in media]
+        assert "[image &lt;b&gt;1.png, 640 x 480, 300 tokens]" in page
+        assert "<b>1.png" not in page
 
     def test_answers_cannot_write_to_the_terminal(self) -> None:
         report = dataclasses.replace(

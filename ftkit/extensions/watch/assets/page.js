@@ -291,6 +291,9 @@ function runCards(run) {
   if (run.checkpoints) {
     cards.push({ key: "checkpoints", kind: "wide", fill: html, content: { title: "Checkpoints", content: run.checkpoints } });
   }
+  if (run.example) {
+    cards.push({ key: "example", kind: "wide", fill: html, content: { title: "Example", content: run.example } });
+  }
   if (run.report) {
     cards.push({ key: "report", kind: "wide", fill: html, content: { title: "Report", content: run.report } });
   }
