@@ -31,7 +31,7 @@ def _greedily(loop: PlainLoop, row: dict[str, Any]) -> str:
     return loop.decode(ids[0, length:].tolist())
 
 
-@pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5", "llava_onevision"])
 def test_answers_to_records_are_those_of_transformers(
     ftkit: Command, seen: Path, rows: list[dict[str, Any]], kind: str
 ) -> None:
