@@ -210,6 +210,7 @@ RUN_ELSEWHERE = (
     "count_launches",
     "execute_notebooks",
     "fuzz",
+    "image_families",
     "list_models",
     "make_packed_weights",
     "make_quickstart_model",

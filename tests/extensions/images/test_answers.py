@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from command import Command
-from seeing_models import FIRST, KINDS, PlainLoop, save_model, write_chats
+from seeing_models import FIRST, PlainLoop
 
 import ftkit as python
 from ftkit.cli.app import run
@@ -16,20 +16,6 @@ from ftkit.cli.app import run
 pytestmark = pytest.mark.slow
 
 _TOKENS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("asked")
-    write_chats(folder / "chats.jsonl")
-    for kind in KINDS:
-        save_model(kind, folder / kind)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
 
 
 def _greedily(loop: PlainLoop, row: dict[str, Any]) -> str:
@@ -45,16 +31,16 @@ def _greedily(loop: PlainLoop, row: dict[str, Any]) -> str:
     return loop.decode(ids[0, length:].tolist())
 
 
-@pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5", "llava_onevision"])
 def test_answers_to_records_are_those_of_transformers(
-    ftkit: Command, folder: Path, rows: list[dict[str, Any]], kind: str
+    ftkit: Command, seen: Path, rows: list[dict[str, Any]], kind: str
 ) -> None:
     ended = ftkit(
-        *("generate", folder / kind, "--prompts", folder / "chats.jsonl", "--format", "json"),
+        *("generate", seen / kind, "--prompts", seen / "chats.jsonl", "--format", "json"),
         *("--max_new_tokens", _TOKENS),
     )
     assert ended.returncode == 0, ended.stderr
-    loop = PlainLoop(kind, folder / kind, folder)
+    loop = PlainLoop(kind, seen / kind, seen)
     found = json.loads(ended.stdout)
     assert [one["answer"] for one in found] == [_greedily(loop, row) for row in rows]
     assert [len(one.get("images", ())) for one in found] == [
@@ -62,33 +48,33 @@ def test_answers_to_records_are_those_of_transformers(
     ]
 
 
-def test_a_prompt_takes_images(ftkit: Command, folder: Path, rows: list[dict[str, Any]]) -> None:
-    loop = PlainLoop("llava", folder / "llava", folder)
+def test_a_prompt_takes_images(ftkit: Command, seen: Path, rows: list[dict[str, Any]]) -> None:
+    loop = PlainLoop("llava", seen / "llava", seen)
     row = next(row for row in rows if len(row["images"]) == 2)
     text = row["messages"][0]["content"].replace("<image>", "")
-    images = [word for image in row["images"] for word in ("--image", folder / image)]
+    images = [word for image in row["images"] for word in ("--image", seen / image)]
     ended = ftkit(
-        *("generate", folder / "llava", *images, "--prompt", text, "--format", "json"),
+        *("generate", seen / "llava", *images, "--prompt", text, "--format", "json"),
         *("--max_new_tokens", _TOKENS),
     )
     assert json.loads(ended.stdout)["answer"] == _greedily(loop, row)
 
 
 def test_a_chat_takes_images(
-    folder: Path,
+    seen: Path,
     rows: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    loop, row = PlainLoop("gemma3", folder / "gemma3", folder), rows[0]
+    loop, row = PlainLoop("gemma3", seen / "gemma3", seen), rows[0]
     asked = {
         "prompt": row["messages"][0]["content"].replace("<image>", ""),
-        "images": [str(folder / image) for image in row["images"]],
+        "images": [str(seen / image) for image in row["images"]],
     }
     missing = {"prompt": "and this", "images": ["no.png"]}
     lines = "".join(json.dumps(line) + "\n" for line in (missing, asked))
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    words = ("chat", str(folder / "gemma3"), "--format", "json")
+    words = ("chat", str(seen / "gemma3"), "--format", "json")
     assert run([*words, "--max_new_tokens", str(_TOKENS)]) == 0
     _, refused, answered = map(json.loads, capsys.readouterr().out.splitlines())
     assert "no.png is not there" in refused["error"]
@@ -104,28 +90,28 @@ def test_a_chat_takes_images(
     ],
 )
 def test_an_image_that_cannot_be_given_is_refused(
-    ftkit: Command, folder: Path, words: tuple[str, ...], named: str
+    ftkit: Command, seen: Path, words: tuple[str, ...], named: str
 ) -> None:
-    ended = ftkit("generate", folder / "llava", "--prompt", "what", *words)
+    ended = ftkit("generate", seen / "llava", "--prompt", "what", *words)
     assert ended.returncode == 2
     assert named in ended.stderr
 
 
-def test_a_chat_in_python_takes_images(folder: Path, rows: list[dict[str, Any]]) -> None:
-    loop, row = PlainLoop("llava", folder / "llava", folder), rows[0]
+def test_a_chat_in_python_takes_images(seen: Path, rows: list[dict[str, Any]]) -> None:
+    loop, row = PlainLoop("llava", seen / "llava", seen), rows[0]
     text = row["messages"][0]["content"].replace("<image>", "")
-    with python.chat(folder / "llava", max_new_tokens=_TOKENS) as chat:
-        answer = chat.ask(text, [folder / image for image in row["images"]])
+    with python.chat(seen / "llava", max_new_tokens=_TOKENS) as chat:
+        answer = chat.ask(text, [seen / image for image in row["images"]])
     assert answer.text == _greedily(loop, row)
 
 
-def test_an_instruction_takes_images(ftkit: Command, folder: Path, tmp_path: Path) -> None:
+def test_an_instruction_takes_images(ftkit: Command, seen: Path, tmp_path: Path) -> None:
     record = {"instruction": "<image>what colour", "input": "is it", "images": ["images/0.png"]}
-    file = folder / "asked.jsonl"
+    file = seen / "asked.jsonl"
     file.write_text(json.dumps(record) + "\n")
     words = ("--prompts", file, "--format", "json", "--max_new_tokens", _TOKENS)
-    (found,) = json.loads(ftkit("generate", folder / "llava", *words).stdout)
-    loop = PlainLoop("llava", folder / "llava", folder)
+    (found,) = json.loads(ftkit("generate", seen / "llava", *words).stdout)
+    loop = PlainLoop("llava", seen / "llava", seen)
     asked = {"role": "user", "content": "<image>what colour\n\nis it"}
     assert found["answer"] == _greedily(loop, {"messages": [asked], "images": record["images"]})
     assert found["instruction"] == record["instruction"]

@@ -2,13 +2,13 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, chosen, needs_deepspeed, write_job
 from runs import run_ranks
 from seeing_models import FIRST, KINDS, save_model, write_chats
 
@@ -97,9 +97,11 @@ def keys_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
     return SETTINGS | data | dict(case.changes)
 
 
-def measured(folder: Path, world_size: int) -> dict[tuple[str, str], Found]:
+def measured(
+    folder: Path, world_size: int, wanted: Iterable[tuple[str, str]]
+) -> dict[tuple[str, str], Found]:
     cases, jobs = SINGLE if world_size == 1 else TWO_RANKS, {}
-    for kind, name in WANTED:
+    for kind, name in wanted:
         if name not in cases or (name.startswith("deepspeed") and not HAS_DEEPSPEED):
             continue
         out_dir = folder / f"{kind}-{name}"
@@ -129,8 +131,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Runs:
-    return functools.cache(lambda world_size: measured(folder, world_size))
+def runs(folder: Path, request: pytest.FixtureRequest) -> Runs:
+    """Gives the runs that the selected tests need, on a number of ranks."""
+    predicted = chosen(request, test_the_peak_with_images_is_predicted_within_2_percent)
+    planned = chosen(request, test_a_plan_finds_the_images_that_the_run_finds)
+    wanted = [(params["kind"], params["name"]) for params in predicted]
+    wanted += [(params["kind"], "full") for params in planned]
+    wanted = list(dict.fromkeys(wanted))
+    return functools.cache(lambda world_size: measured(folder, world_size, wanted))
 
 
 @pytest.mark.parametrize(
@@ -141,9 +149,10 @@ def runs(folder: Path) -> Runs:
     ],
 )
 def test_the_peak_with_images_is_predicted_within_2_percent(
-    runs: Runs, kind: str, name: str
+    runs: Runs, kind: str, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     found = runs(1 if name in SINGLE else 2)[kind, name]
+    record_property("error", max(found.errors(), key=abs))  # in docs/images.md
     assert max(map(abs, found.errors())) < 0.02
     # All sequences would have the most images, and loss on every token.
     assert found.memory.heaviest is not None

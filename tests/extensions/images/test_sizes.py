@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from messages import says
 from PIL import Image
-from seeing_models import KINDS, save_model
+from seeing_models import KINDS
 
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.own_data import OwnData
@@ -34,14 +34,6 @@ def test_an_image_keeps_its_shape(name: str) -> None:
     assert limits.within(Image.new("RGB", size)).size == expected
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        save_model(kind, folder / kind)
-    return folder
-
-
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
@@ -66,15 +58,15 @@ def _pixels(data: DataSets) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_family_sees_the_scaled_image(kind: str, file: Path, models: Path) -> None:
-    plain = _load(file, models / kind)
-    scaled = _load(file, models / kind, image_max_pixels=288)
+def test_every_family_sees_the_scaled_image(kind: str, file: Path, seen: Path) -> None:
+    plain = _load(file, seen / kind)
+    scaled = _load(file, seen / kind, image_max_pixels=288)
     small = file.parent / "small"
     small.mkdir()
     image = Image.open(file.parent / "a.png").convert("RGB").resize((24, 12))
     image.save(small / "a.png")
     (small / "chats.jsonl").write_text(file.read_text())
-    expected = _load(small / "chats.jsonl", models / kind)
+    expected = _load(small / "chats.jsonl", seen / kind)
     assert (_pixels(scaled) == _pixels(expected)).all()
     assert scaled.train[0].ids.tolist() == expected.train[0].ids.tolist()
     assert (
@@ -82,8 +74,8 @@ def test_every_family_sees_the_scaled_image(kind: str, file: Path, models: Path)
     )
 
 
-def test_fewer_pixels_are_fewer_tokens(file: Path, models: Path) -> None:
-    kind = models / "qwen2_5_vl"
+def test_fewer_pixels_are_fewer_tokens(file: Path, seen: Path) -> None:
+    kind = seen / "qwen2_5_vl"
     lengths = [
         int(_load(file, kind, **options).train.lengths[0])
         for options in ({}, {"image_max_pixels": 1024}, {"image_max_pixels": 256})
@@ -114,12 +106,12 @@ def test_values_that_are_refused(name: str) -> None:
     assert says(str(refused.value), *words)
 
 
-def test_records_without_images_are_not_scaled(file: Path, models: Path) -> None:
+def test_records_without_images_are_not_scaled(file: Path, seen: Path) -> None:
     row = json.loads(file.read_text().splitlines()[0])
     del row["images"]
     file.write_text(f"{json.dumps(row)}\n" * 2)
     with pytest.raises(UserError) as refused:
-        _load(file, models / "gemma3", image_max_pixels=100)
+        _load(file, seen / "gemma3", image_max_pixels=100)
     assert says(str(refused.value), "data.image_max_pixels", "no images", "Remove")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from messages import says
 from PIL import Image
-from seeing_models import KINDS, save_model, write_chats
+from seeing_models import KINDS, write_chats
 
 from ftkit.data import dataset
 from ftkit.data.cache import cache_directory
@@ -28,14 +28,6 @@ Row = dict[str, Any]
 Load = Callable[..., tuple[DataSets, bool]]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    for kind in KINDS:
-        save_model(kind, folder / kind)
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with chats.jsonl and its pictures."""
@@ -46,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def load(models: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+def load(seen: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Gives data of a model, and whether samples were made for them."""
 
     def load_(folder: Path, kind: str = "llava", most: int = 512, **options: Any) -> Any:
@@ -60,7 +52,7 @@ def load(models: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
             patched.setattr(dataset, "prepare_records", noted)
             args = {"path": str(folder / "chats.jsonl"), "val_split_fraction": 0.25} | options
             component = Component(class_path="JSON", init_args=args)
-            return load_data(component, Tokenizer(models / kind), most), bool(made)
+            return load_data(component, Tokenizer(seen / kind), most), bool(made)
 
     return load_
 
@@ -198,10 +190,10 @@ def test_a_picture_that_changes_under_a_run_stops_it_by_name(folder: Path, load:
 
 
 def test_models_with_one_tokenizer_have_entries_of_their_own(
-    folder: Path, load: Load, models: Path
+    folder: Path, load: Load, seen: Path
 ) -> None:
-    other = models / "other"
-    shutil.copytree(models / "llava", other, dirs_exist_ok=True)
+    other = seen / "other"
+    shutil.copytree(seen / "llava", other, dirs_exist_ok=True)
     file = other / "preprocessor_config.json"
     if not file.is_file():
         file = other / "processor_config.json"
@@ -248,13 +240,13 @@ def test_a_token_of_images_that_someone_typed_is_no_place(
     assert count == 1 and token in reason
 
 
-def test_a_mark_in_a_text_is_a_literal_beside_parts(folder: Path, load: Load, models: Path) -> None:
+def test_a_mark_in_a_text_is_a_literal_beside_parts(folder: Path, load: Load, seen: Path) -> None:
     # Of a family with another token, so that the text can be learned.
     parts = [{"type": "image", "image": "images/0.png"}, {"type": "text", "text": "say <image>"}]
     _write(folder, *[_chat(parts)] * 4)
     data, _ = load(folder, "qwen2_5_vl", val_split_fraction=0)
     assert [len(data.train[i].media) for i in range(4)] == [1] * 4
-    text = Tokenizer(models / "qwen2_5_vl").processor.decode(
+    text = Tokenizer(seen / "qwen2_5_vl").processor.decode(
         data.train[0].ids.tolist(), skip_special_tokens=False
     )
     assert "say <image>" in text
@@ -272,8 +264,8 @@ def _places(data: DataSets, token_id: int) -> list[tuple[list[int], list[int], l
     return found
 
 
-def _token_id(models: Path, kind: str) -> int:
-    config = json.loads((models / kind / "config.json").read_text())
+def _token_id(seen: Path, kind: str) -> int:
+    config = json.loads((seen / kind / "config.json").read_text())
     return int(config.get("image_token_id", config.get("image_token_index")))
 
 
@@ -293,12 +285,12 @@ ROLES: list[Row] = [
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_images_never_carry_loss(
-    kind: str, train_on: str, folder: Path, load: Load, models: Path
+    kind: str, train_on: str, folder: Path, load: Load, seen: Path
 ) -> None:
     _write(folder, *ROLES)
     data, _ = load(folder, kind, val_split_fraction=0, train_on=train_on)
     counts = []
-    for of_images, claimed, learned in _places(data, _token_id(models, kind)):
+    for of_images, claimed, learned in _places(data, _token_id(seen, kind)):
         assert {*of_images} <= {*claimed}
         assert not {*claimed} & {*learned}
         assert learned
@@ -314,14 +306,14 @@ def test_tokens_of_images_never_carry_loss(
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_sample_ends_within_an_image(
-    kind: str, overlong: str, folder: Path, load: Load, models: Path
+    kind: str, overlong: str, folder: Path, load: Load, seen: Path
 ) -> None:
     _write(folder, *ROLES)
     whole, _ = load(folder, kind, val_split_fraction=0, train_on="all")
     longest = int(whole.train.lengths.max()) + 1
     for most in range(20, longest + 1, 3):
         data, _ = load(folder, kind, most, val_split_fraction=0, train_on="all", overlong=overlong)
-        for number, (of_images, claimed, _) in enumerate(_places(data, _token_id(models, kind))):
+        for number, (of_images, claimed, _) in enumerate(_places(data, _token_id(seen, kind))):
             assert {*of_images} <= {*claimed}
             assert len(data.train[number].ids) <= most
             assert all(one.end <= len(data.train[number].ids) for one in data.train[number].media)
@@ -422,12 +414,12 @@ WRITERS = ("vicuna", "llama2", "mistral", "chatml", "zephyr")
 @pytest.mark.parametrize("template", WRITERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_templates_without_tokens_of_their_own_write_each_image_once(
-    kind: str, template: str, folder: Path, load: Load, models: Path
+    kind: str, template: str, folder: Path, load: Load, seen: Path
 ) -> None:
     _write(folder, *ROLES[1:], *reversed(ROLES[1:]))
     by_model, _ = load(folder, kind, val_split_fraction=0)
     data, _ = load(folder, kind, val_split_fraction=0, chat_template=template)
-    token_id = _token_id(models, kind)
+    token_id = _token_id(seen, kind)
     for number in range(len(by_model.train)):
         own, expected = data.train[number], by_model.train[number]
         assert (own.ids == token_id).sum() == (expected.ids == token_id).sum()

@@ -6,7 +6,7 @@ import pytest
 from on_card import RECIPE, OnCard
 from preloaded import Preloaded
 from runs import options
-from seeing_models import FIRST, KINDS, save_model, write_chats
+from seeing_models import FIRST, KINDS
 from simulated_card.build import needs_card
 from simulated_card.counts import WAITS
 
@@ -28,20 +28,11 @@ UNSEEN = ("qwen3_vl_moe", "qwen3_5")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("seen")
-    write_chats(folder / "chats.jsonl")
-    for kind in KINDS:
-        save_model(kind, folder / kind)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def machine(
-    server_with_cards: Preloaded, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    server_with_cards: Preloaded, seen: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> OnCard:
     changes = {
-        "data__path": folder / "chats.jsonl",
+        "data__path": seen / "chats.jsonl",
         "data__val_split_fraction": 0,
         "data__chat_template": "tokenizer",
         "train__global_batch_size": 8,
@@ -62,9 +53,9 @@ def machine(
     ],
 )
 def test_no_micro_step_with_images_waits_for_the_card(
-    machine: OnCard, folder: Path, kind: str
+    machine: OnCard, seen: Path, kind: str
 ) -> None:
-    words = ("--devices", "1", "--checkpoint_dir", str(folder / kind))
+    words = ("--devices", "1", "--checkpoint_dir", str(seen / kind))
     found = machine.completed("finetune_full", *words)
     counts = machine.counts(found.out_dir)
     assert counts.of_step(STEP, *WAITS) == WAITS_IN_A_STEP
