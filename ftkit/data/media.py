@@ -27,6 +27,7 @@ class MediaReader(ABC):
         media: Sequence[Sequence[Medium]],
         ids: Sequence[Any],
         width: int | None,
+        answers: Sequence[int] | None = None,
     ) -> Mapping[str, Any]:
         """Read the media of a micro-batch; threads call this beside the computation.
 
@@ -34,6 +35,8 @@ class MediaReader(ABC):
             media: of each sequence.
             ids: [tokens] of each sequence, as the model is given them.
             width: of the padded sequences; None: they lie in a row.
+            answers: first token with loss of each sequence, or how many it has if none has; None:
+                they are prompts.
 
         Returns:
             What `ftkit.models.bodies.body.Body.hidden` takes as media. Where there are none, this

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +48,14 @@ class Session:
     base: str | None
     """Where its base model is, if not where the run had it."""
 
-    def see(self, kinds: Iterable[str]) -> None:
+    def see(self, kinds: Collection[str]) -> None:
         """Load what computes media of some kinds, once there are any.
 
         Raises:
-            UserError: the base model is needed for it, and not there.
+            UserError: the base model is needed for it, and not there; or the model needs media.
         """
+        base = self.loaded.base
+        base.architecture.require_media(kinds, base.name)
         for kind in kinds:
             whole = with_extra_weights(self.loaded.base, self.result, self.base, "--base")
             place = media_row(kind).encoder_place
@@ -192,9 +194,9 @@ class Responder:
             return _of_text(self.tokenizer.encode(question.text).tolist())
         template = self.prompting.template
         prompter: Prompter | None = None
-        if question.media:
-            kind = question.media[0]["kind"]
-            self._session.see([kind])
+        kinds = [medium["kind"] for medium in question.media][:1]
+        self._session.see(kinds)
+        for kind in kinds:
             recipe = self._session.result.recipe
             options = {} if recipe is None else recipe.data["init_args"]
             made = imported(media_row(kind).prompter_place)

@@ -324,6 +324,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
     strategy.check_optimizer(strategy.device)
     data, sets = _read_data(models, objective, recipe, journal)
     kinds = {kind for one in (*data.parts, *sets.parts) for kind in one.part.media}
+    base.architecture.require_media(kinds, base.name)
     base = with_encoder(base, plan, kinds)
     if (beside := trained_parts(recipe)) is not None and data.train.media_reader is None:
         row, (part, *_) = beside

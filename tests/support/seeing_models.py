@@ -418,9 +418,27 @@ _TABLE["llava_onevision"] = _Kind(
     },
     nested=True,
 )
+_TABLE["paligemma"] = _Kind(
+    mark="<image>",
+    token="<image>",
+    settings={
+        "text_config": _TEXT | {"model_type": "gemma"},
+        "vision_config": _VISION | {"model_type": "siglip_vision_model", "projection_dim": 32},
+        "projection_dim": 32,
+    },
+    tokens={"image_token_id": "<image>", "image_token_index": "<image>"},
+    processor=(
+        "SiglipImageProcessorPil",
+        {"size": {"height": 16, "width": 16}, "image_seq_length": 4},
+    ),
+    theirs=("paligemma", "PaliGemmaProcessor"),
+    attributes={"image_seq_length": 4},
+)
+PREFIXED = "paligemma"
+"""Family whose prompts see themselves; each has an image, and no markers of turns."""
 FIRST = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 """Families whose tests are the most."""
-KINDS = tuple(_TABLE)
+KINDS = tuple(kind for kind in _TABLE if kind != PREFIXED)
 MARKS = {name: kind.mark for name, kind in _TABLE.items()}
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
 
@@ -636,18 +654,29 @@ class PlainLoop:
             given: Any = [images] if own.nested else images
             options = getattr(_theirs(own), "images_kwargs", {}) | own.options
             found = dict(self._images(images=given, **(options | {"return_tensors": "pt"})))
-        prompt = f"<|im_start|>user\n{self._with_images(question, found)}<|im_end|>\n"
-        prompt += "<|im_start|>assistant\n"
+        if self._kind == PREFIXED:
+            # As PaliGemmaProcessor, which puts the beginning behind the last image.
+            *pieces, text = question.split("<image>")
+            seen = "".join(f"{piece}<image>" for piece in pieces)
+            prompt = f"{self._with_images(seen, found)}<s>{text}\n"
+            ends = "<|im_end|>", "<|im_end|>"
+        else:
+            prompt = f"<|im_start|>user\n{self._with_images(question, found)}<|im_end|>\n"
+            prompt += "<|im_start|>assistant\n"
+            ends = "<|im_end|>", "<|im_end|>\n"
         ids = self._ids(prompt)
-        whole = self._ids(f"{prompt}{answer}<|im_end|>\n")
-        end = len(self._ids(f"{prompt}{answer}<|im_end|>"))
+        upto, whole = (self._ids(f"{prompt}{answer}{end}") for end in ends)
+        end = len(upto)
         labels = torch.full((1, len(whole)), -100)
         labels[0, len(ids) : end] = torch.tensor(whole[len(ids) : end])
         inputs = {"input_ids": torch.tensor([whole])}
         for key in _OF_MODEL:
             if key in found:
                 inputs[key] = found[key]
-        return self.given(inputs, inputs["input_ids"]), labels
+        given = self.given(inputs, inputs["input_ids"])
+        if self._kind == PREFIXED:
+            given["token_type_ids"] = (labels != -100).int()
+        return given, labels
 
     def given(self, inputs: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
         """Inputs of the model for the same images and other tokens, [1, tokens]."""

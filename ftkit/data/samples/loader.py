@@ -123,7 +123,12 @@ def collate(
         ids = [np.zeros(1, np.int32) if sample is None else sample.ids[:-1] for sample in samples]
         found = [() if sample is None else sample.media for sample in samples]
         media[MEDIA_OF] = found
-        media[MEDIA] = Pending(partial(reader.read, found, ids, None if padding_free else width))
+        answers = [
+            len(own) if sample is None or not len(sample.trained) else int(sample.trained[0][0])
+            for sample, own in zip(samples, ids, strict=True)
+        ]
+        place = None if padding_free else width
+        media[MEDIA] = Pending(partial(reader.read, found, ids, place, answers))
     fillers = sum(sample is None for sample in samples)
     desirable = [sample is not None and sample.desirable for sample in samples]
     return {

@@ -65,6 +65,8 @@ class Family:
     """Whether tokens of images have positions along three axes: time, height and width."""
     sees_itself: bool = False
     """Whether the tokens of an image also see its later ones, whatever the settings say."""
+    has_prefix: bool = False
+    """Whether all tokens before an answer see each other."""
 
     def trains_tower(self, modules: Iterable[str]) -> bool:
         """Return whether modules of a model, by their names in it, are trained parts of a tower."""
@@ -148,6 +150,10 @@ def _shown(settings: ImageSettings, inputs: Inputs) -> tuple[int, int]:
         shown = int(round(width * (all_rows / height), 7))
         all_columns -= (all_columns - shown) // 2 * 2
     return all_rows, all_columns
+
+
+def _of_paligemma(settings: ImageSettings, inputs: Inputs) -> str:
+    return settings.token * int(settings.processor["image_seq_length"])
 
 
 def _of_gemma(settings: ImageSettings, inputs: Inputs) -> str:
@@ -298,6 +304,7 @@ FAMILIES = (
         features=towers.of_grid,
         **_OF_QWEN,
     ),
+    Family(types=("paligemma",), text=_of_paligemma, sized=_with_pictures, has_prefix=True),
     Family(
         types=("glm4v", "glm4v_moe"),
         text=_of_grid,
@@ -342,7 +349,6 @@ FAMILIES = (
 """Families whose images ftkit trains on."""
 _TORCHVISION = "their image processor needs torchvision, without which ftkit is installed"
 NOT_GIVEN = {
-    "paligemma": "their prompts are no conversations, but a text behind images that sees itself",
     "mllama": "they attend to images by cross-attention, and have no tokens for them",
     **dict.fromkeys(
         (

@@ -112,8 +112,8 @@ class ImageModel:
         self._token_text = token_text
         of_text = self.config.get("text_config") or {}
         by_settings = of_text.get("use_bidirectional_attention") == "vision"  # Gemma 4
-        self.sees_itself = family.sees_itself or by_settings
-        """Whether the tokens of an image also see its later ones."""
+        self.has_blocks = family.sees_itself or family.has_prefix or by_settings
+        """Whether some tokens also see later ones: of an image, or of a prompt."""
         self.mark = family.mark.format(token=self.token)
         self._texts: dict[tuple[tuple[int, int], bool], tuple[str, int]] = {}
 

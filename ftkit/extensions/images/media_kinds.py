@@ -6,6 +6,8 @@ LITERAL = "its text has the token of images"
 """Reason for a refusal of a record."""
 DAMAGED = "an image of it is damaged, or of a shape that the model does not take"
 """Reason for a refusal of a record."""
+WITHOUT = "it has no image, which the model needs"
+"""Reason for a refusal of a record."""
 ROWS = (
     MediaKind(
         name="image",
@@ -20,6 +22,7 @@ ROWS = (
         advice={
             LITERAL: "Write it in another way, or remove them.",
             DAMAGED: "Correct the images, or remove them.",
+            WITHOUT: "Remove them, or train another model.",
         },
         encoder_place="ftkit.extensions.images.encoder:ImageEncoder",
         simulated_place="ftkit.extensions.images.simulated:images_of_size",

@@ -21,7 +21,11 @@ class ImageReader(MediaReader):
         self._model = model
 
     def read(
-        self, media: Sequence[Sequence[Medium]], ids: Sequence[Any], width: int | None
+        self,
+        media: Sequence[Sequence[Medium]],
+        ids: Sequence[Any],
+        width: int | None,
+        answers: Sequence[int] | None = None,
     ) -> Mapping[str, Any]:
         """Read the images of a micro-batch; arguments as of `MediaReader`.
 
@@ -32,14 +36,15 @@ class ImageReader(MediaReader):
             positions: [3, batch, sequence]; missing where positions have one axis.
             behind: [sequences], what an answer behind each adds to the count of tokens; as those.
             lengths: tokens of each sequence; as those.
-            blocks: of each sequence, the spans of its images; missing where no token of an image
-                sees a later one.
+            blocks: of each sequence, the spans whose tokens see each other: of its images, or all
+                before its answer; missing where no token sees a later one.
         """
         family = self._model.family
         images, places, positions, blocks = [], [], [], []
         start = 0
         read = read_each(self._inputs, [medium for own in media for medium in own])
-        for own, tokens in zip(media, ids, strict=True):
+        ends = answers or [len(tokens) for tokens in ids]
+        for own, tokens, end in zip(media, ids, ends, strict=True):
             sequence = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
             found = [next(read) for _ in own]
             is_image = sequence == self._model.token_id
@@ -47,7 +52,8 @@ class ImageReader(MediaReader):
             places.append(is_image.nonzero()[:, 0] + start)
             if family.axes:
                 positions.append(self._model.positions(sequence, found))
-            blocks.append(tuple((medium.first, medium.end) for medium in own))
+            spans = tuple((medium.first, medium.end) for medium in own)
+            blocks.append(((0, end),) if family.has_prefix else spans)
             start += len(sequence) if width is None else width
         made: dict[str, Any] = {"images": images, "places": torch.cat(places)}
         if not images:
@@ -56,7 +62,7 @@ class ImageReader(MediaReader):
             made["positions"] = _laid_out(positions, width)
             made["lengths"] = tuple(own.size(1) for own in positions)
             made["behind"] = torch.tensor([int(own.max()) + 1 - own.size(1) for own in positions])
-        if self._model.sees_itself:
+        if self._model.has_blocks:
             made["blocks"] = tuple(blocks)
         return made
 

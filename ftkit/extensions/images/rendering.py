@@ -25,7 +25,7 @@ from ftkit.errors import UserError
 from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.extensions.images.files import BrokenImage
 from ftkit.extensions.images.image_model import ImageModel, Limits, content_of, image_model
-from ftkit.extensions.images.media_kinds import DAMAGED, LITERAL
+from ftkit.extensions.images.media_kinds import DAMAGED, LITERAL, WITHOUT
 from ftkit.extensions.images.reader import ImageReader
 from ftkit.extensions.images.template import ImageTemplate
 from ftkit.models.chat_templates.template import ChatTemplate
@@ -53,6 +53,11 @@ def renderer(part: Part, tokenizer: Any) -> Renderer:
         return plain
     limits = Limits(**part.rules.media_options)
     model = image_model(tokenizer.directory, tokenizer, limits)
+    if model.family.has_prefix and part.rules.train_on == "all":
+        raise UserError(
+            f"data.train_on is all, but in {tokenizer.directory.name} the tokens before an answer "
+            "see each other, so none of them can be predicted.\nTry --data.train_on assistant."
+        )
     return ImageRenderer(
         _ImageTokenizer(tokenizer),
         ImageTemplate.of(plain.template, model.mark),
@@ -197,6 +202,8 @@ class ImageRenderer(ChatRenderer):
         said = json.dumps([record["messages"], record.get("tools")], ensure_ascii=False)
         if self._model.token in said:
             return Rendering(refused=f"{LITERAL} ({self._model.token})")
+        if self._model.family.has_prefix and not record.get(MEDIA):
+            return Rendering(refused=WITHOUT)
         for medium, key in _media_of(record):
             if isinstance(broken := found[key], BrokenImage):
                 return Rendering(refused=DAMAGED, bad_file=(medium["file"], str(broken)))

@@ -48,7 +48,7 @@ def images_of_size(base: BaseModel, size: MicroBatchSize, dtype: torch.dtype) ->
     if model.family.axes:
         made["positions"] = _empty(3, *lines, dtype=torch.int64)
         made["behind"] = _empty(size.sequences, dtype=torch.int64)
-    if model.sees_itself:
+    if model.has_blocks:
         with_images = len(media.lengths)
         made["blocks"] = (((0, 1),),) * with_images + ((),) * (size.sequences - with_images)
     return made

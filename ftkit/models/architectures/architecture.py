@@ -3,7 +3,7 @@
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -156,6 +156,29 @@ class Architecture(ABC):
     the model is given texts alone."""
     beside: tuple[str, ...] = ()
     """Modules of the encoder that are trained: their parameters are among the model's own."""
+
+    def require_media(self, kinds: Collection[str], name: str) -> None:
+        """Refuse data or prompts without media, if all tokens of a prompt see each other.
+
+        Only what reads media says where a prompt ends.
+
+        Args:
+            kinds: of media that are there.
+            name: of the model, for the message.
+
+        Raises:
+            UserError: there are none, and the model needs some.
+        """
+        if self.sees_prompts and not kinds:
+            raise UserError(
+                f"{name} takes prompts with media, such as images, all of whose tokens see each "
+                "other, and here are none. Add some, or choose another model."
+            )
+
+    @property
+    def sees_prompts(self) -> bool:
+        """Whether all tokens of a prompt see each other, the later ones too."""
+        return False
 
     def is_beside(self, name: str) -> bool:
         """Return whether a module or parameter is one of `beside`, or in one."""

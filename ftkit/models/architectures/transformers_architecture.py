@@ -172,6 +172,10 @@ class TransformersArchitecture(Architecture):
         return str(self.settings["model_type"])
 
     @property
+    def sees_prompts(self) -> bool:
+        return self.name == "paligemma"
+
+    @property
     def class_name(self) -> str:
         if self.scores:
             return score_class_name(self.name) or ""

@@ -82,7 +82,7 @@ def read_transformers_architecture(
             # Computed here, so that settings that do not fit each other fail while the file is
             # known.
             architecture.parameter_shapes(tied=False)
-            if is_part:
+            if is_part and not architecture.sees_prompts:
                 require_text_alone(architecture.build(), architecture.language_name, name)
             architecture.logit_scale  # noqa: B018 (refuses unknown changes of logits)
     except ImportError as error:
@@ -140,6 +140,8 @@ def _source_of_type(settings: Mapping[str, Any]) -> str:
 
 def _obstacle(architecture: TransformersArchitecture) -> str | None:
     """Obstacle in its settings, with the defaults of the family, or in its modules."""
+    if architecture.sees_prompts:  # it is given them with media alone, which say where they end
+        return None
     # A multimodal model has layers beside the language model, which `require_text_alone` tests.
     if (obstacle := _obstacle_of_config(architecture.config)) or architecture.is_part:
         return obstacle

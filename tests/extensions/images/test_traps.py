@@ -381,7 +381,6 @@ def test_a_picture_of_a_shape_that_the_model_does_not_take(folder: Path, load: L
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("paligemma", "no conversations"),
         ("llama4", "torchvision"),
         ("kimi_k25", "torchvision"),
         ("mllama", "cross-attention"),

@@ -266,13 +266,15 @@ def test_an_adapter_is_one_of_the_whole_model(
 # What is refused
 
 
-def test_a_model_that_sees_its_prompt_in_both_directions_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_sees_its_prompt_in_both_directions_needs_media(tmp_path: Path) -> None:
     settings = MODELS["llava"] | {"model_type": "paligemma", "projection_dim": 32}
     settings["text_config"] = settings["text_config"] | {"model_type": "gemma"}
     settings["vision_config"] = MODELS["gemma3"]["vision_config"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="lets tokens attend to later ones"):
-        read_blueprint(str(tmp_path))
+    base = read_blueprint(str(tmp_path))
+    base.architecture.require_media(["image"], base.name)
+    with pytest.raises(UserError, match="all of whose tokens see each other"):
+        base.architecture.require_media([], base.name)
     architecture = TransformersArchitecture(settings)  # whatever its settings say of it
     with pytest.raises(UserError, match=r"PaliGemma.*(attend to later ones|position_ids)"):
         require_text_alone(architecture.build(), architecture.language_name, "it")
