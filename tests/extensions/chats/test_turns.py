@@ -159,12 +159,14 @@ def test_tokens_are_those_of_transformers(
 def test_masks_of_marked_templates_are_those_of_transformers(
     name: str, tokenizer: Tokenizer, theirs: Callable[[str], Any]
 ) -> None:
-    template = template_of_family(name, tokenizer)
-    found = samples(template, tokenizer, CONVERSATIONS["turns"])
+    template, record = template_of_family(name, tokenizer), CONVERSATIONS["turns"]
+    if name == "paligemma":  # one question and one answer
+        record = {"messages": record["messages"][:2]}
+    found = samples(template, tokenizer, record)
     assert not isinstance(found, str)
     (sample,) = found
     expected = theirs(template.source).apply_chat_template(
-        CONVERSATIONS["turns"]["messages"], return_assistant_tokens_mask=True, return_dict=True
+        record["messages"], return_assistant_tokens_mask=True, return_dict=True
     )["assistant_masks"]
     spans = [range(*span) for span in sample.trained]
     assert [int(any(i in span for span in spans)) for i in range(len(sample.ids))] == expected
