@@ -161,7 +161,7 @@ def test_masks_of_marked_templates_are_those_of_transformers(
 ) -> None:
     template, record = template_of_family(name, tokenizer), CONVERSATIONS["turns"]
     if name == "paligemma":  # one question and one answer
-        record = {"messages": record["messages"][:2]}
+        record = {"messages": record["messages"][1:3]}
     found = samples(template, tokenizer, record)
     assert not isinstance(found, str)
     (sample,) = found
