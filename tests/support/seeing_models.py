@@ -479,6 +479,7 @@ _WIDTHS = ("hidden_size", "intermediate_size")
 _SIDES = (
     *(*_WIDTHS, "head_dim", "out_hidden_size", "image_size", "window_size", "mrope_section"),
     *("height", "width", "longest_edge", "shortest_edge", "image_grid_pinpoints"),
+    "projection_dim",
 )
 _AREAS = ("image_seq_length", "mm_tokens_per_image")
 

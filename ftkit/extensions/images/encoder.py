@@ -1,6 +1,7 @@
 """The parts of a model that see: frozen and whole on every rank, or trained with it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -137,20 +138,25 @@ class ImageEncoder:
         return (8.0 if self._trains_tower else 2.0) * sum(one.weight.numel() for one in layers)
 
     def arguments(
-        self, input_ids: Tensor, language: Any, media: Mapping[str, Any]
+        self, input_ids: Tensor, language: Any, media: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Put the features of images in the places of their tokens."""
+        given = dict[str, Any]()
         # Image by image: kernels for one and for several round differently, and a micro-batch has
         # one or several as the layout has it.
         with torch.set_grad_enabled(bool(self._beside) and torch.is_grad_enabled()):
-            found = [self._features(inputs) for inputs in media["images"]]
-        places, given = media["places"], dict[str, Any]()
+            found = [self._features(inputs) for inputs in (media or {}).get("images", ())]
         if getattr(language.config, "hidden_size_per_layer_input", None):
             # Gemma 4 has a second embedding, which has nothing of images: there it reads padding.
-            padding = torch.full_like(places, language.config.pad_token_id)
-            input_ids = input_ids.flatten().index_copy(0, places, padding).view_as(input_ids)
+            if media is not None:
+                padding = torch.full_like(media["places"], language.config.pad_token_id)
+                padded = input_ids.flatten().index_copy(0, media["places"], padding)
+                input_ids = padded.view_as(input_ids)
             given["per_layer_inputs"] = language.get_per_layer_inputs(input_ids)
         embedded = language.get_input_embeddings()(input_ids)
+        if media is None:
+            return given | {"inputs_embeds": embedded}
+        places = media["places"]
         if media.get("is_blank"):
             # Where parts are trained, ranks wait for each other's gradients: also for that of an
             # image which stands nowhere, and is 0.
@@ -181,9 +187,14 @@ class ImageEncoder:
         return self._computed(inputs)
 
     def _computed(self, inputs: Mapping[str, Any]) -> Features:
-        dtype = next(self.modules[0].parameters()).dtype
-        given = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
-        return self._family.features(self._owner, given)
+        parameters = (one for part in self.modules for one in part.parameters())
+        dtypes = {one.dtype for one in parameters if one.is_floating_point()}
+        dtype = min(dtypes, key=lambda one: one.itemsize)
+        pixels = inputs["pixel_values"].to(dtype)
+        # Under FSDP in mixed precision, what is trained is gathered in 16 bits beside what is not.
+        mixes = len(dtypes) > 1
+        with torch.autocast(pixels.device.type, dtype) if mixes else nullcontext():
+            return self._family.features(self._owner, {**inputs, "pixel_values": pixels})
 
     def _named(self, method: Any) -> list[tuple[str, Any]]:
         return [

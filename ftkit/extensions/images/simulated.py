@@ -61,7 +61,7 @@ def blank_inputs(directory: Path, device: str) -> Mapping[str, Any]:
         directory: of the base model.
         device: of its tensors.
     """
-    found = _model(directory).blank
+    found = _read_model(directory).blank  # of a model that is not kept, and neither are its pixels
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
 
 
@@ -78,10 +78,12 @@ def _computed(model: ImageModel, sizes: Sequence[int], beside: Sequence[str]) ->
     return {largest, *sorted(around, key=lambda index: sizes[index])[-1:]}
 
 
-@cache
-def _model(directory: Path) -> ImageModel:
+def _read_model(directory: Path) -> ImageModel:
     # Texts that are in no other, so that they can be counted; sizes are given, whatever limits are.
     return ImageModel(directory, lambda token: f"\0{token}\0", Limits())
+
+
+_model = cache(_read_model)
 
 
 def _features(count: int, width: int, blocks: int, dtype: torch.dtype) -> Features:

@@ -58,14 +58,17 @@ class MediaEncoder(Protocol):
         """Floating-point operations of encoding media of size 1, roughly."""
 
     def arguments(
-        self, input_ids: Tensor, language: nn.Module, media: Mapping[str, Any]
+        self, input_ids: Tensor, language: nn.Module, media: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         """Return what the language model is given in the place of token ids.
+
+        Modules are called in the same order with media and without: under ZeRO-3, ranks gather
+        parameters as they are called.
 
         Args:
             input_ids: [batch, sequence].
             language: the model, whose embedding is called.
-            media: as `ftkit.data.media.MediaReader` has read them.
+            media: as `ftkit.data.media.MediaReader` has read them; None: there are none.
         """
 
 

@@ -260,9 +260,9 @@ class TransformersBody(Body):
         self, input_ids: Tensor, positions: Tensor, media: Mapping[str, Any] | None = None
     ) -> Tensor:
         given: dict[str, Any] = {"input_ids": input_ids}
-        if media is not None:
-            (encoder,) = self._encoders
+        for encoder in self._encoders:
             given = encoder.arguments(input_ids, self._model, media)
+        if media is not None:
             # Where positions have several axes: [axes, batch, sequence].
             positions = media.get("positions", positions)
         outputs = self._model(**given, position_ids=positions, use_cache=False)

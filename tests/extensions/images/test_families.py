@@ -180,7 +180,7 @@ def _parameters(layouts: Iterable[tuple[str, Layout]], often: bool = True) -> li
 
 
 OFTEN = [(kind, layout) for kind in KINDS for layout in (OF_FIRST if kind in FIRST else OF_EACH)]
-OFTEN += [("llava", Layout("ddp", 2)), ("llava", Layout("deepspeed", 4))]
+OFTEN += [("llava", Layout("ddp", 2)), ("llava", Layout("deepspeed", 1))]
 OFTEN += [
     ("gemma3", Layout(more=(("memory.activation_checkpointing", True),))),
     ("qwen3_vl", Layout(more=(("memory.activation_checkpointing", True),))),
