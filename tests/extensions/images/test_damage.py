@@ -10,7 +10,8 @@ from command import ROOT
 from PIL import Image
 
 from ftkit.data.records.record import Misfit
-from ftkit.extensions.images.files import MOST_PIXELS, BrokenImage, decode, read_file, reference
+from ftkit.extensions.images.files import MOST_PIXELS, decode, reference
+from ftkit.extensions.images.found_files import BrokenMedium, read_file
 
 TRIES = 250
 NAMES = ("a.png", "a.jpg", "a.webp", "a.gif")
@@ -36,7 +37,7 @@ def test_damage_is_refused_by_name(
             try:
                 reference(name, tmp_path)
                 image = decode(read_file(file))
-            except (Misfit, BrokenImage):
+            except (Misfit, BrokenMedium):
                 ended["refused"] += 1
                 continue
         assert image.mode == "RGB", what
