@@ -1,5 +1,6 @@
 """A model that hears learns what a plain loop of transformers learns, on any layout."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from hearing_models import PlainLoop, save_model, write_chats
 from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, make_run
 
 from ftkit.cli.app import run
+from ftkit.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -36,12 +38,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _case(folder: Path, strategy: str, micro_batch_size: int, **more: Any) -> Case:
+def _case(strategy: str, micro_batch_size: int | None, **more: Any) -> Case:
     changes = {
         **dict(NO_EVALUATION),
-        "checkpoint_dir": str(folder / "model"),
         "data.json_path": None,
-        "data.path": str(folder / "chats.jsonl"),
         "data.mask_prompt": None,
         "data.val_split_fraction": 0,
         "data.chat_template": "tokenizer",
@@ -61,22 +61,30 @@ def _case(folder: Path, strategy: str, micro_batch_size: int, **more: Any) -> Ca
     return Case(strategy, method, changes=tuple(changes.items()), **more)
 
 
+def _of_model(case: Case, folder: Path, model: str = "model") -> Case:
+    places = {"checkpoint_dir": folder / model, "data.path": folder / "chats.jsonl"}
+    changes = (*case.changes, *((key, str(place)) for key, place in places.items()))
+    return dataclasses.replace(case, changes=changes)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Outcome]:
     """Runs by what they show."""
     train = make_run(tmp_path_factory)
     alone = {
-        "alone": _case(folder, "single", 8),
-        "padded": _case(folder, "single", 4, changes={"train.padding_free": False}),
-        "LoRA": _case(folder, "single", 8, method="lora"),
-        "half": _case(folder, "single", 8, stop_after=CUT),
+        "alone": _case("single", 8),
+        "padded": _case("single", 4, changes={"train.padding_free": False}),
+        "LoRA": _case("single", 8, method="lora"),
+        "half": _case("single", 8, stop_after=CUT),
     }
+    alone = {name: _of_model(case, folder) for name, case in alone.items()}
     found = train(1, list(alone.values()))
     start = found[alone["half"]].out_dir
     of_two = {
-        "fsdp": _case(folder, "fsdp", 2, start=start),
-        "LoRA, fsdp": _case(folder, "fsdp", 1, method="lora"),
+        "fsdp": _case("fsdp", 2, start=start),
+        "LoRA, fsdp": _case("fsdp", 1, method="lora"),
     }
+    of_two = {name: _of_model(case, folder) for name, case in of_two.items()}
     found |= train(2, list(of_two.values()))
     return {name: found[case] for name, case in (alone | of_two).items()}
 
@@ -140,3 +148,37 @@ def test_other_audio_makes_another_loss_and_flac_the_same(
     assert losses[:2] == pytest.approx([loop.loss(rows), loop.loss(swapped)], rel=1e-5)
     assert abs(losses[0] - losses[1]) > 5e-4
     assert losses[2] == losses[0]
+
+
+MEASURED = {
+    "full": _case("single", 4),
+    "padded": _case("single", 4, changes={"train.padding_free": False}),
+    "LoRA": _case("single", 2, method="lora", precision="bf16-true"),
+    "tokens": _case(
+        *("single", None), changes={"train.micro_batch_tokens": 300}, precision="bf16-true"
+    ),
+    "fsdp": _case("fsdp", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Outcome]:
+    """Runs of a wider model, of which all tensors are counted."""
+    save_model(folder / "wide", scale=4)
+    train = make_run(tmp_path_factory, "counted_cases.py")
+    cases = {name: _of_model(case, folder, "wide") for name, case in MEASURED.items()}
+    found = train(1, [case for name, case in cases.items() if name != "fsdp"])
+    found |= train(2, [cases["fsdp"]])
+    return {name: found[case] for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_peak_with_audio_is_predicted_within_2_percent(
+    measured: dict[str, Outcome], name: str
+) -> None:
+    memory = measured[name].report.step_memory
+    assert memory is not None and memory.predicted is not None and memory.heaviest is not None
+    peak = RunDirectory(measured[name].out_dir).rank(0).path / "peak.json"
+    counted = sum(json.loads(peak.read_text()).values())
+    assert memory.predicted.peak_bytes == pytest.approx(counted, rel=0.02)
+    assert memory.heaviest.peak_bytes > 0.98 * counted
