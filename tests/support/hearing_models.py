@@ -192,6 +192,21 @@ class PlainLoop:
         ]
         return torch.stack(sums).sum() / sum(int((own != -100).sum()) for _, own in samples)
 
+    @torch.no_grad()
+    def answer(self, row: dict[str, Any], longest: int) -> str:
+        """The answer to the question of a row, by the most probable tokens, up to its end."""
+        inputs, labels = self.sample(row)
+        made = inputs | {"input_ids": inputs["input_ids"][:, : int((labels == -100).sum()) - 1]}
+        tokenizer, said = self._processor.tokenizer, list[int]()
+        for _ in range(longest):
+            made["attention_mask"] = torch.ones_like(made["input_ids"])
+            token = int(self.model(**made).logits[0, -1].argmax())
+            if token in (tokenizer.eos_token_id, self.model.config.text_config.eos_token_id):
+                break
+            said.append(token)
+            made["input_ids"] = torch.cat([made["input_ids"], torch.tensor([[token]])], dim=1)
+        return str(tokenizer.decode(said, skip_special_tokens=True))
+
     def sample(self, row: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
         """Inputs of the model and labels of a row."""
         question, answer = (message["content"] for message in row["messages"])

@@ -12,6 +12,7 @@ from hearing_models import PlainLoop, save_model, write_chats
 from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, make_run
 
 from ftkit.cli.app import run
+from ftkit.extensions.publish.model_card import CardKind, card_text, with_name
 from ftkit.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -182,3 +183,43 @@ def test_the_peak_with_audio_is_predicted_within_2_percent(
     counted = sum(json.loads(peak.read_text()).values())
     assert memory.predicted.peak_bytes == pytest.approx(counted, rel=0.02)
     assert memory.heaviest.peak_bytes > 0.98 * counted
+
+
+def test_answers_are_those_of_transformers(
+    trained: dict[str, Outcome],
+    folder: Path,
+    rows: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    final = trained["alone"].out_dir / "final"
+    words = ["generate", str(final), "--prompts", str(folder / "chats.jsonl")]
+    assert run([*words, "--max_new_tokens", "6", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    loop = PlainLoop(final, folder)
+    assert [one["answer"] for one in found] == [loop.answer(row, 6) for row in rows]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("alone", "hf"), ("LoRA", "adapter")])
+def test_the_code_of_its_card_asks_about_audio(
+    trained: dict[str, Outcome],
+    folder: Path,
+    name: str,
+    kind: CardKind,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    final = str(trained[name].out_dir / "final")
+    card = card_text(trained[name].report, folder / "model", kind)
+    assert "\npipeline_tag: audio-text-to-text\n" in card
+    code = with_name(card, final, None).partition("```python\n")[2].partition("```")[0]
+    assert "max_new_tokens=100" in code
+    code = code.replace("max_new_tokens=100", "max_new_tokens=6")
+    exec(code.replace("sound.wav", str(folder / "wav" / "1.wav")), {})
+    said = capsys.readouterr().out.strip()
+    asked = {"messages": [{"role": "user", "content": "<audio>What is this?"}]}
+    file = tmp_path / "asked.jsonl"
+    file.write_text(json.dumps(asked | {"audios": [str(folder / "wav" / "1.wav")]}) + "\n")
+    words = ["generate", final, "--prompts", str(file), "--max_new_tokens", "6"]
+    assert run([*words, "--format", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["answer"].strip() == said
