@@ -43,7 +43,8 @@ def save_model(directory: Path, scale: int = 1, seconds: int = SECONDS) -> None:
     tokenizer = _tokenizer()
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    config = transformers.Qwen2AudioConfig(
+    config = transformers.AutoConfig.for_model(
+        "qwen2_audio",
         text_config={
             "model_type": "qwen2",
             "vocab_size": 400,
@@ -69,7 +70,7 @@ def save_model(directory: Path, scale: int = 1, seconds: int = SECONDS) -> None:
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
         tie_word_embeddings=False,
     )
-    model = transformers.Qwen2AudioForConditionalGeneration(config)
+    model = transformers.AutoModelForMultimodalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.1

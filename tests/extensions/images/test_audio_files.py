@@ -20,7 +20,6 @@ from PIL import Image
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.records.record import Misfit
 from ftkit.errors import UserError
-from ftkit.extensions.images import audio_files
 from ftkit.extensions.images.audio_files import check_header, decode, reference
 from ftkit.extensions.images.found_files import BrokenMedium
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -270,7 +269,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(
             raise ModuleNotFoundError(f"No module named {name!r}")
         return found(one)
 
-    monkeypatch.setattr(audio_files.importlib, "import_module", imported)
+    monkeypatch.setattr(importlib, "import_module", imported)
     samples, rate = tone(1)
     with pytest.raises(UserError) as refused:
         decode(_encoded(samples, rate), RATE)
