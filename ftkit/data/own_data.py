@@ -652,7 +652,7 @@ class OwnData(DataSource):
     ) -> None:
         """Refuse options of media that have no effect on a single source."""
         for key in _OF_MEDIA if len(self._sources) == 1 and source.name is None else ():
-            if getattr(self._options, key) is not None and not media:
+            if getattr(self._options, key) is not None and "image" not in media:
                 raise UserError(
                     f"data.{key} is {getattr(self._options, key)}, but {records.where} holds no "
                     f"images.\nRemove data.{key} (on the command line: --data.{key} null)."

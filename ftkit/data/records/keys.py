@@ -285,9 +285,9 @@ def _refuse_rejected(row: Mapping[str, Any], key: str) -> None:
 def explain_media(key: str, where: str) -> str:
     """Message about a key that holds media."""
     return (
-        f"{where}: {key} holds images, audio or video, but of these only images of "
-        "conversations and instructions are trained on: the model would learn to answer without "
-        "them.\n"
+        f"{where}: {key} holds images, audio or video, but of these only images and "
+        "audio of conversations and instructions are trained on: the model would learn to answer "
+        "without them.\n"
         f"Remove the record, or {key} with its place in the text (<{key.removesuffix('s')}>) if "
         "the answer does not need it."
     )

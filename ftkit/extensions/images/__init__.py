@@ -1,1 +1,3 @@
-"""Images: read, counted in tokens, and computed by the parts of a model that see."""
+"""Images and audio: read, counted in tokens, computed by the parts of a model that see or hear."""
+
+LIBRARIES = {"soundfile": "audio", "soxr": "audio"}

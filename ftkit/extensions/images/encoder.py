@@ -1,4 +1,4 @@
-"""The parts of a model that see: frozen and whole on every rank, or trained with it."""
+"""The parts of a model that take media: frozen and whole on every rank, or trained with it."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ftkit.errors import UserError
-from ftkit.extensions.images.families import family_of
+from ftkit.extensions.images.image_model import ImageModel
+from ftkit.extensions.images.media_models import family_of
 from ftkit.extensions.images.simulated import blank_inputs
 from ftkit.extensions.images.towers import Features
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
@@ -20,7 +21,7 @@ from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.transformers_storage import TransformersStorage
 
 
-class ImageEncoder:
+class TowerEncoder:
     """Tower and projector of transformers' model around a language model."""
 
     def __init__(self, architecture: TransformersArchitecture, whole: PreTrainedModel) -> None:
@@ -67,7 +68,7 @@ class ImageEncoder:
             UserError: the model has none, or they cannot be trained.
         """
         architecture = base.architecture
-        family = family_of(architecture.model_type or "")
+        family = ImageModel.family_of(architecture.model_type or "")
         is_whole = isinstance(architecture, TransformersArchitecture)
         if family is None or not is_whole:
             raise UserError(
@@ -123,7 +124,7 @@ class ImageEncoder:
 
     @property
     def flops(self) -> float:
-        """Operations of the tower for a patch: its matrices, without scores and projector.
+        """Operations of the tower for media of size 1: its matrices, without scores and projector.
 
         As of a pass forward; one that is trained also has a backward pass, for which activations
         are computed again.
@@ -133,21 +134,21 @@ class ImageEncoder:
             layer
             for tower in towers
             for layer in tower.modules()
-            if isinstance(layer, nn.Linear | nn.Conv2d | nn.Conv3d)
+            if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
         )
         return (8.0 if self._trains_tower else 2.0) * sum(one.weight.numel() for one in layers)
 
     def arguments(
         self, input_ids: Tensor, language: Any, media: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Put the features of images in the places of their tokens."""
+        """Put the features of media in the places of their tokens."""
         given = dict[str, Any]()
-        # Image by image: kernels for one and for several round differently, and a micro-batch has
+        # One by one: kernels for one and for several round differently, and a micro-batch has
         # one or several as the layout has it.
         with torch.set_grad_enabled(bool(self._beside) and torch.is_grad_enabled()):
-            found = [self._features(inputs) for inputs in (media or {}).get("images", ())]
+            found = [self._features(inputs) for inputs in (media or {}).get("inputs", ())]
         if getattr(language.config, "hidden_size_per_layer_input", None):
-            # Gemma 4 has a second embedding, which has nothing of images: there it reads padding.
+            # Gemma 4 has a second embedding, which has nothing of media: there it reads padding.
             if media is not None:
                 padding = torch.full_like(media["places"], language.config.pad_token_id)
                 padded = input_ids.flatten().index_copy(0, media["places"], padding)
@@ -158,8 +159,8 @@ class ImageEncoder:
             return given | {"inputs_embeds": embedded}
         places = media["places"]
         if media.get("is_blank"):
-            # Where parts are trained, ranks wait for each other's gradients: also for that of an
-            # image which stands nowhere, and is 0.
+            # Where parts are trained, ranks wait for each other's gradients: also for that of a
+            # medium which stands nowhere, and is 0.
             ((features, deeper),) = found
             nothing = sum(0 * one.sum() for one in (features, *deeper))
             return given | {"inputs_embeds": embedded + nothing}
@@ -175,11 +176,11 @@ class ImageEncoder:
         return given
 
     def _features(self, inputs: Mapping[str, Any]) -> Features:
-        """What an image becomes."""
-        if "features" in inputs:  # of an image in a simulated step, which needs no computation
+        """What a medium becomes."""
+        if "features" in inputs:  # of one in a simulated step, which needs no computation
             return cast(Features, inputs["features"]())
         if self._trains_tower and torch.is_grad_enabled():
-            # Computed again in the backward pass: memory is needed for one image at a time.
+            # Computed again in the backward pass: memory is needed for one at a time.
             found: Features = checkpoint(
                 self._computed, inputs, use_reentrant=False, determinism_check="none"
             )
@@ -189,12 +190,12 @@ class ImageEncoder:
     def _computed(self, inputs: Mapping[str, Any]) -> Features:
         parameters = (one for part in self.modules for one in part.parameters())
         dtypes = {one.dtype for one in parameters if one.is_floating_point()}
-        dtype = min(dtypes, key=lambda one: one.itemsize)
-        pixels = inputs["pixel_values"].to(dtype)
+        dtype, name = min(dtypes, key=lambda one: one.itemsize), self._family.values
+        values = inputs[name].to(dtype)
         # Under FSDP in mixed precision, what is trained is gathered in 16 bits beside what is not.
         mixes = len(dtypes) > 1
-        with torch.autocast(pixels.device.type, dtype) if mixes else nullcontext():
-            return self._family.features(self._owner, {**inputs, "pixel_values": pixels})
+        with torch.autocast(values.device.type, dtype) if mixes else nullcontext():
+            return self._family.features(self._owner, {**inputs, name: values})
 
     def _named(self, method: Any) -> list[tuple[str, Any]]:
         return [
@@ -214,5 +215,5 @@ def _owner_of(architecture: TransformersArchitecture) -> str:
 
 
 def _with_more(states: Tensor, places: Tensor, more: Tensor) -> Tensor:
-    """[batch, sequence, width], states of which those of images have something added."""
+    """[batch, sequence, width], states of which those of media have something added."""
     return states.flatten(0, 1).index_add(0, places, more.to(states.dtype)).view_as(states)

@@ -1,4 +1,4 @@
-"""Families of models that see: what an image becomes in a text, and how its tokens are placed.
+"""Families of models that take media: what one becomes in a text, how its tokens are placed.
 
 A new family is a row here. What a processor of transformers writes for an image is written here
 again, because these processors need torchvision, also where their image processors do not.
@@ -16,15 +16,15 @@ from ftkit.extensions.images.towers import Features, Inputs
 
 
 @dataclass(frozen=True)
-class ImageSettings:
-    """Settings that the texts of images depend on."""
+class MediaSettings:
+    """Settings that the texts of media depend on."""
 
     model: Mapping[str, Any]
     """Content of config.json."""
     processor: Mapping[str, Any]
-    """Settings of the image processor, and content of processor_config.json."""
+    """Settings of the processor of media, and content of processor_config.json."""
     token: str
-    """Text of the token that stands for a part of an image."""
+    """Text of the token that stands for a part of a medium."""
     text_of: Callable[[int], str]
     """Gives the text of any token."""
 
@@ -36,22 +36,24 @@ class ImageSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family of models that see."""
+    """A family of models that take media of a kind, such as images."""
 
     types: tuple[str, ...]
     """Values of model_type in config.json."""
-    text: Callable[[ImageSettings, Inputs], str]
+    text: Callable[[MediaSettings, Inputs], str]
     """What stands in the text for an image that has been processed, in the place of `mark`."""
     mark: str = "{token}"
     """What chat templates of the family write for an image; {token} is the text of the token."""
-    sized: Callable[[ImageSettings, Inputs, int], Inputs]
+    sized: Callable[[MediaSettings, Inputs, int], Inputs]
     """Inputs of any image with a number of patches, by those of another; their values do not
-    matter."""
+    matter. Of audio, whose cost is the same, with a number of tokens."""
+    values: str = "pixel_values"
+    """Name of what the tower is given in its own number format."""
     read: Callable[[Any, Inputs], Inputs] = towers.as_read
     """What the tower is given of the inputs, by its settings; the host computes it."""
     features: Callable[[Any, Inputs], Features] = towers.by_own_function
     """What the owner of tower and projector makes of this."""
-    options: Callable[[ImageSettings], Mapping[str, Any]] = lambda settings: {}
+    options: Callable[[MediaSettings], Mapping[str, Any]] = lambda settings: {}
     """Further arguments of the image processor, which transformers' processor would give it."""
     tower: tuple[str, ...] = ("vision_tower",)
     """Modules that compute patches, by their names beside the language model."""
@@ -77,7 +79,7 @@ class Family:
         )
 
 
-def patches_of(settings: ImageSettings, inputs: Inputs) -> int:
+def patches_of(settings: MediaSettings, inputs: Inputs) -> int:
     """Number of patches that the tower computes for an image."""
     pixels = inputs["pixel_values"]
     if pixels.ndim < 4:  # they lie in a row, behind which some may only pad
@@ -89,17 +91,17 @@ def patches_of(settings: ImageSettings, inputs: Inputs) -> int:
     return pictures * (-(-height // side) * -(-width // side))
 
 
-def _of_grid(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_grid(settings: MediaSettings, inputs: Inputs) -> str:
     merged = int(settings.processor.get("merge_size", 2)) ** 2
     return settings.token * (int(inputs["image_grid_thw"][0].prod()) // merged)
 
 
-def _patch_side(settings: ImageSettings) -> int:
+def _patch_side(settings: MediaSettings) -> int:
     own = settings.processor.get("patch_size")
     return own if isinstance(own, int) else settings.of_vision("patch_size")
 
 
-def _whole_tokens(settings: ImageSettings) -> int:
+def _whole_tokens(settings: MediaSettings) -> int:
     """Tokens for a whole image that the tower puts before those of its parts, and that stay."""
     # By default they are left out again.
     strategy = settings.processor.get("vision_feature_select_strategy")
@@ -107,20 +109,20 @@ def _whole_tokens(settings: ImageSettings) -> int:
     return int(settings.processor.get("num_additional_image_tokens", 1)) - (strategy == "default")
 
 
-def _of_llava(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_llava(settings: MediaSettings, inputs: Inputs) -> str:
     side = _patch_side(settings)
     *_, height, width = inputs["pixel_values"].shape
     return settings.token * ((height // side) * (width // side) + _whole_tokens(settings))
 
 
-def _of_llava_next(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_llava_next(settings: MediaSettings, inputs: Inputs) -> str:
     """The whole image, then its tiles without their padding, with a token behind each row."""
     side = inputs["pixel_values"].shape[-1] // _patch_side(settings)
     rows, columns = _shown(settings, inputs)
     return settings.token * (side**2 + _whole_tokens(settings) + rows * (columns + 1))
 
 
-def _of_llava_onevision(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_llava_onevision(settings: MediaSettings, inputs: Inputs) -> str:
     """As `_of_llava_next`, with tiles scaled down to a limit; no tiles beside other images."""
     side = inputs["pixel_values"].shape[-1] // _patch_side(settings)
     if int(inputs["batch_num_images"][0]) > 1:
@@ -133,7 +135,7 @@ def _of_llava_onevision(settings: ImageSettings, inputs: Inputs) -> str:
     return settings.token * (side**2 + rows * (columns + 1))
 
 
-def _shown(settings: ImageSettings, inputs: Inputs) -> tuple[int, int]:
+def _shown(settings: MediaSettings, inputs: Inputs) -> tuple[int, int]:
     """Rows and columns of the tokens of tiles that show a part of the image."""
     from transformers.image_processing_utils import select_best_resolution
 
@@ -152,22 +154,22 @@ def _shown(settings: ImageSettings, inputs: Inputs) -> tuple[int, int]:
     return all_rows, all_columns
 
 
-def _of_paligemma(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_paligemma(settings: MediaSettings, inputs: Inputs) -> str:
     return settings.token * int(settings.processor["image_seq_length"])
 
 
-def _of_gemma(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_gemma(settings: MediaSettings, inputs: Inputs) -> str:
     count = int(settings.model["mm_tokens_per_image"])
     return f"\n\n<start_of_image>{settings.token * count}<end_of_image>\n\n"
 
 
-def _of_gemma_4(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_gemma_4(settings: MediaSettings, inputs: Inputs) -> str:
     ends = (settings.model[f"{end}_token_id"] for end in ("boi", "eoi"))
     first, last = (settings.text_of(int(end)) for end in ends)
     return f"{first}{settings.token * int(inputs['num_soft_tokens_per_image'][0])}{last}"
 
 
-def _of_tiles(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_tiles(settings: MediaSettings, inputs: Inputs) -> str:
     """Rows of tiles, and the whole image (Idefics 3, SmolVLM)."""
     rows, columns = (int(inputs[key][0][0]) for key in ("rows", "cols"))
     scale = int(settings.model.get("scale_factor", 2))
@@ -180,18 +182,18 @@ def _of_tiles(settings: ImageSettings, inputs: Inputs) -> str:
     return tiles + ("\n" if tiles else "") + f"{fake}<global-img>{tile}{fake}"
 
 
-def _of_internvl(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_internvl(settings: MediaSettings, inputs: Inputs) -> str:
     side = settings.of_vision("image_size") // settings.of_vision("patch_size")
     tile = int((side * float(settings.model.get("downsample_ratio", 0.5))) ** 2)
     return f"<img>{settings.token * (tile * len(inputs['pixel_values']))}</img>"
 
 
-def _merged_side(settings: ImageSettings) -> int:
+def _merged_side(settings: MediaSettings) -> int:
     """Pixels along a token of an image."""
     return settings.of_vision("patch_size") * int(settings.model.get("spatial_merge_size", 2))
 
 
-def _of_pixtral(settings: ImageSettings, inputs: Inputs) -> str:
+def _of_pixtral(settings: MediaSettings, inputs: Inputs) -> str:
     """Rows of tokens with a token between them, and one that ends the image."""
     side = _merged_side(settings)
     height, width = (int(one) // side for one in inputs["image_sizes"][0])
@@ -202,14 +204,14 @@ def _of_pixtral(settings: ImageSettings, inputs: Inputs) -> str:
     return between.join([settings.token * width] * height) + end
 
 
-def _pictures(settings: ImageSettings, inputs: Inputs, patches: int) -> Tensor:
+def _pictures(settings: MediaSettings, inputs: Inputs, patches: int) -> Tensor:
     """[..., tiles, channels, height, width], as many tiles as have a number of patches."""
     pixels = inputs["pixel_values"]
     count = patches * pixels.shape[-4] // patches_of(settings, inputs)
     return pixels.new_empty(*pixels.shape[:-4], count, *pixels.shape[-3:])
 
 
-def _with_pictures(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+def _with_pictures(settings: MediaSettings, inputs: Inputs, patches: int) -> Inputs:
     return {"pixel_values": _pictures(settings, inputs, patches)}
 
 
@@ -221,14 +223,14 @@ def _sides_of(patches: int) -> tuple[int, int]:
     return 2 * half, patches // (2 * half)
 
 
-def _with_rows(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+def _with_rows(settings: MediaSettings, inputs: Inputs, patches: int) -> Inputs:
     return {
         "pixel_values": inputs["pixel_values"].new_empty(patches, inputs["pixel_values"].shape[1]),
         "image_grid_thw": inputs["image_grid_thw"].new_tensor([[1, *_sides_of(patches)]]),
     }
 
 
-def _with_sides(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+def _with_sides(settings: MediaSettings, inputs: Inputs, patches: int) -> Inputs:
     sides = [side * settings.of_vision("patch_size") for side in _sides_of(patches)]
     return {
         "pixel_values": inputs["pixel_values"].new_empty(1, 3, *sides),
@@ -236,7 +238,7 @@ def _with_sides(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs
     }
 
 
-def _with_places(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+def _with_places(settings: MediaSettings, inputs: Inputs, patches: int) -> Inputs:
     pixels, places = inputs["pixel_values"], inputs["image_position_ids"]
     return {
         "pixel_values": pixels.new_empty(1, patches, pixels.shape[2]),
@@ -245,7 +247,7 @@ def _with_places(settings: ImageSettings, inputs: Inputs, patches: int) -> Input
     }
 
 
-def _with_pinpoints(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+def _with_pinpoints(settings: MediaSettings, inputs: Inputs, patches: int) -> Inputs:
     """Of the proportions of its tiles, so that none is padded."""
     pixels = _pictures(settings, inputs, patches)
     _, count, _, high, wide = pixels.shape
@@ -255,7 +257,7 @@ def _with_pinpoints(settings: ImageSettings, inputs: Inputs, patches: int) -> In
     return {"pixel_values": pixels, "image_sizes": [size], "batch_num_images": [1 + (count == 1)]}
 
 
-def _with_tiles(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs:
+def _with_tiles(settings: MediaSettings, inputs: Inputs, patches: int) -> Inputs:
     pixels, mask = _pictures(settings, inputs, patches), inputs["pixel_attention_mask"]
     count = pixels.shape[1]
     return {
@@ -265,6 +267,14 @@ def _with_tiles(settings: ImageSettings, inputs: Inputs, patches: int) -> Inputs
         "pixel_values": pixels,
         "pixel_attention_mask": mask.new_ones(1, count, *mask.shape[2:]),
     }
+
+
+def _of_frames(settings: MediaSettings, inputs: Inputs) -> str:
+    return settings.token * towers.tokens_of_frames(inputs["frames"])
+
+
+def _with_frames(settings: MediaSettings, inputs: Inputs, tokens: int) -> Inputs:
+    return {**inputs, "frames": towers.frames_of_tokens(tokens)}
 
 
 _OF_QWEN: dict[str, Any] = {
@@ -347,6 +357,18 @@ FAMILIES = (
     ),
 )
 """Families whose images ftkit trains on."""
+HEARING = (
+    Family(
+        types=("qwen2_audio",),
+        text=_of_frames,
+        sized=_with_frames,
+        values="input_features",
+        read=towers.with_frames,
+        features=towers.of_frames,
+        tower=("audio_tower",),
+    ),
+)
+"""Families whose audio ftkit trains on."""
 _TORCHVISION = "their image processor needs torchvision, without which ftkit is installed"
 NOT_GIVEN = {
     "mllama": "they attend to images by cross-attention, and have no tokens for them",
@@ -359,8 +381,3 @@ NOT_GIVEN = {
     ),
 }
 """Why models of some types are given no images."""
-
-
-def family_of(model_type: str) -> Family | None:
-    """Return the family of a type of models; None: ftkit gives it no images."""
-    return next((family for family in FAMILIES if model_type in family.types), None)

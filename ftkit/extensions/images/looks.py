@@ -4,8 +4,7 @@ import base64
 import io
 
 from ftkit.data.records.media import Look
-from ftkit.extensions.images.files import decode
-from ftkit.extensions.images.image_model import content_of
+from ftkit.extensions.images.files import FILES, decode
 
 _SIDE = 160
 """Pixels of the longer side of a picture."""
@@ -23,7 +22,7 @@ def look(file: str, digest: str) -> Look:
     """
     from PIL import Image
 
-    image = decode(content_of(file, digest))
+    image = decode(FILES.content(file, digest))
     size = f"{image.width} x {image.height}"
     image.thumbnail((_SIDE, _SIDE))
     # On a new picture: files hold more than pixels, such as comments and where they were taken.

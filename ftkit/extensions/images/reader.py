@@ -1,4 +1,4 @@
-"""The reader of images of micro-batches: pixels, places, positions and blocks."""
+"""The reader of media of micro-batches: what towers are given, places, positions and blocks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,14 +9,14 @@ import torch
 from ftkit.data.media import MediaReader, read_each
 from ftkit.data.records.media import Medium
 from ftkit.errors import UserError
-from ftkit.extensions.images.files import BrokenImage
-from ftkit.extensions.images.image_model import ImageModel, content_of
+from ftkit.extensions.images.found_files import BrokenMedium
+from ftkit.extensions.images.media_model import MediaModel
 
 
-class ImageReader(MediaReader):
-    """Reads the images of samples for one base model."""
+class TowerReader(MediaReader):
+    """Reads the media of samples for one base model."""
 
-    def __init__(self, model: ImageModel) -> None:
+    def __init__(self, model: MediaModel) -> None:
         """Take the settings of the base model."""
         self._model = model
 
@@ -27,37 +27,37 @@ class ImageReader(MediaReader):
         width: int | None,
         answers: Sequence[int] | None = None,
     ) -> Mapping[str, Any]:
-        """Read the images of a micro-batch; arguments as of `MediaReader`.
+        """Read the media of a micro-batch; arguments as of `MediaReader`.
 
         Returns:
-            images: what the tower is given of each; of a blank one where there is none.
-            is_blank: missing where there are images.
-            places: [tokens of images], where they are among all tokens of the micro-batch.
+            inputs: what the tower is given of each; of a blank one where there is none.
+            is_blank: missing where there are media.
+            places: [tokens of media], where they are among all tokens of the micro-batch.
             positions: [3, batch, sequence]; missing where positions have one axis.
             behind: [sequences], what an answer behind each adds to the count of tokens; as those.
             lengths: tokens of each sequence; as those.
-            blocks: of each sequence, the spans whose tokens see each other: of its images, or all
+            blocks: of each sequence, the spans whose tokens see each other: of its media, or all
                 before its answer; missing where no token sees a later one.
         """
         family = self._model.family
-        images, places, positions, blocks = [], [], [], []
+        given, places, positions, blocks = [], [], [], []
         start = 0
         read = read_each(self._inputs, [medium for own in media for medium in own])
         ends = answers or [len(tokens) for tokens in ids]
         for own, tokens, end in zip(media, ids, ends, strict=True):
             sequence = torch.from_numpy(np.asarray(tokens, dtype=np.int64))
             found = [next(read) for _ in own]
-            is_image = sequence == self._model.token_id
-            images += [self._model.read(inputs) for inputs in found]
-            places.append(is_image.nonzero()[:, 0] + start)
+            is_of_media = sequence == self._model.token_id
+            given += [self._model.read(inputs) for inputs in found]
+            places.append(is_of_media.nonzero()[:, 0] + start)
             if family.axes:
                 positions.append(self._model.positions(sequence, found))
             spans = tuple((medium.first, medium.end) for medium in own)
             blocks.append(((0, end),) if family.has_prefix else spans)
             start += len(sequence) if width is None else width
-        made: dict[str, Any] = {"images": images, "places": torch.cat(places)}
-        if not images:
-            made |= {"images": [self._model.blank], "is_blank": True}
+        made: dict[str, Any] = {"inputs": given, "places": torch.cat(places)}
+        if not given:
+            made |= {"inputs": [self._model.blank], "is_blank": True}
         if family.axes:
             made["positions"] = _laid_out(positions, width)
             made["lengths"] = tuple(own.size(1) for own in positions)
@@ -68,10 +68,10 @@ class ImageReader(MediaReader):
 
     def _inputs(self, medium: Medium) -> Mapping[str, Any]:
         try:
-            content = content_of(medium.file, medium.digest)
+            content = self._model.files.content(medium.file, medium.digest)
             return self._model.inputs(content, medium.end - medium.first)
-        except BrokenImage as broken:
-            raise UserError(f"The image {medium.file} {broken}.") from None
+        except BrokenMedium as broken:
+            raise UserError(f"The {medium.kind} {medium.file} {broken}.") from None
 
 
 def _laid_out(positions: Sequence[torch.Tensor], width: int | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ ROWS = (
         name="images",
         keys=ImageKeys,
         check=check,
-        encoder="ftkit.extensions.images.encoder:ImageEncoder",
+        encoder="ftkit.extensions.images.encoder:TowerEncoder",
         parts=trained,
     ),
 )

@@ -1,13 +1,12 @@
-"""The renderer of conversations with images: each image becomes the tokens that stand for it."""
+"""The renderer of conversations with media: each becomes the tokens that stand for it."""
 
-import dataclasses
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, compress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ftkit.data.records.media import (
     MEDIA,
@@ -23,44 +22,45 @@ from ftkit.data.rendering import Example, Rendered, Renderer, Rendering, cut
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.extensions.chats.rendering import ChatRenderer
-from ftkit.extensions.images.files import BrokenImage
-from ftkit.extensions.images.image_model import ImageModel, Limits, content_of, image_model
+from ftkit.extensions.images.found_files import BrokenMedium
 from ftkit.extensions.images.media_kinds import DAMAGED, LITERAL, WITHOUT
-from ftkit.extensions.images.reader import ImageReader
-from ftkit.extensions.images.template import ImageTemplate
+from ftkit.extensions.images.media_model import MediaModel
+from ftkit.extensions.images.media_models import MODELS
+from ftkit.extensions.images.reader import TowerReader
+from ftkit.extensions.images.template import MediaTemplate
 from ftkit.models.chat_templates.template import ChatTemplate
 
 _THREADS = 4
 _Key = tuple[str, bool]
-"""Digest of an image, and whether it is the only one of its sample."""
-_Found = Mapping[_Key, tuple[str, int] | BrokenImage]
-"""Text and patches of images, or what is wrong with one."""
+"""Digest of a medium, and whether it is the only one of its sample."""
+_Found = Mapping[_Key, tuple[str, int] | BrokenMedium]
+"""Text and cost of media, or what is wrong with one."""
 
 
 def renderer(part: Part, tokenizer: Any) -> Renderer:
-    """Make the renderer of a part whose records have images.
+    """Make the renderer of a part whose records have media of a kind.
 
     Raises:
-        UserError: the records are no conversations, or the model does not see.
+        UserError: the records are no conversations, or the model takes no such media.
     """
+    (kind,) = part.media
     if part.rules.chat_template is None:
         raise UserError(
-            f"The records of {part.name} have images, which only a chat template writes, but their "
-            "prompts are made by a prompt style.\nTry --data.chat_template tokenizer."
+            f"The records of {part.name} have {kind}s, which only a chat template writes, but "
+            "their prompts are made by a prompt style.\nTry --data.chat_template tokenizer."
         )
     plain = ChatRenderer.of(part.rules, tokenizer)
     if tokenizer is None:
         return plain
-    limits = Limits(**part.rules.media_options)
-    model = image_model(tokenizer.directory, tokenizer, limits)
+    model = MODELS[kind].of(tokenizer.directory, tokenizer, part.rules.media_options)
     if model.family.has_prefix and part.rules.train_on == "all":
         raise UserError(
             f"data.train_on is all, but in {tokenizer.directory.name} the tokens before an answer "
             "see each other, so none of them can be predicted.\nTry --data.train_on assistant."
         )
-    return ImageRenderer(
-        _ImageTokenizer(tokenizer),
-        ImageTemplate.of(plain.template, model.mark),
+    return MediaRenderer(
+        _MediaTokenizer(tokenizer),
+        MediaTemplate.of(plain.template, model.mark, kind),
         train_on=part.rules.train_on,
         reasoning=part.rules.reasoning,
         model=model,
@@ -74,13 +74,13 @@ class _Encoded(NamedTuple):
     offsets: list[tuple[int, int]]
 
 
-class _ImageTokenizer:
-    """A tokenizer for which the character of a place is all that its image becomes."""
+class _MediaTokenizer:
+    """A tokenizer for which the character of a place is all that its medium becomes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.texts: Mapping[str, str] = {}
-        """Text of the image at each place."""
+        """Text of the medium at each place."""
 
     def __getattr__(self, name: str) -> Any:
         """Anything else is the tokenizer's own."""
@@ -89,7 +89,7 @@ class _ImageTokenizer:
         return getattr(self._tokenizer, name)
 
     def encode_all_rendered(self, texts: Sequence[str]) -> list[_Encoded]:
-        """Encode texts with images in them."""
+        """Encode texts with media in them."""
         whole = [PLACES.sub(lambda place: self.texts[place.group()], text) for text in texts]
         encodings = self._tokenizer.encode_all_rendered(whole)
         return [
@@ -98,7 +98,7 @@ class _ImageTokenizer:
         ]
 
     def _moved(self, text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Places of tokens in the text in which each image is one character."""
+        """Places of tokens in the text in which each medium is one character."""
         starts, ends, at = list[int](), list[int](), list[int]()
         longer = 0
         for place in PLACES.finditer(text):
@@ -114,7 +114,7 @@ class _ImageTokenizer:
             before = bisect_right(starts, position - is_end) - 1
             if before < 0:
                 return position
-            if position - is_end < ends[before]:  # within the image
+            if position - is_end < ends[before]:  # within the medium
                 return at[before] + is_end
             return at[before] + 1 + position - ends[before]
 
@@ -124,15 +124,15 @@ class _ImageTokenizer:
         ]
 
 
-class ImageRenderer(ChatRenderer):
-    """Renders conversations with images, whose tokens never carry loss."""
+class MediaRenderer(ChatRenderer):
+    """Renders conversations with media, whose tokens never carry loss."""
 
     def __init__(
         self,
-        tokenizer: _ImageTokenizer,
-        template: ImageTemplate,
+        tokenizer: _MediaTokenizer,
+        template: MediaTemplate,
         *,
-        model: ImageModel,
+        model: MediaModel,
         **rules: Any,
     ) -> None:
         """Set the rules of rendering.
@@ -140,11 +140,11 @@ class ImageRenderer(ChatRenderer):
         Args:
             tokenizer: of the base model.
             template: writes the conversations.
-            model: of which the images become tokens.
+            model: of which the media become tokens.
             rules: as of `ChatRenderer`.
         """
-        self._images, self._model = tokenizer, model
-        self.media_settings, self.media_reader = model.settings, ImageReader(model)
+        self._media, self._model = tokenizer, model
+        self.media_settings, self.media_reader = model.settings, TowerReader(model)
         super().__init__(tokenizer, template, **rules)
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
@@ -159,7 +159,7 @@ class ImageRenderer(ChatRenderer):
             self._model.text_by_header(medium["file"], is_alone=is_alone)
             for medium, (_, is_alone) in _media_of(record)
         ]
-        # A token of an image counts once, however long its text is.
+        # A token of a medium counts once, however long its text is.
         texts = (text.replace(self._model.token, "x") for text, _ in found)
         return size + sum(len(text.encode()) for text in texts), [cost for _, cost in found]
 
@@ -169,24 +169,24 @@ class ImageRenderer(ChatRenderer):
             raise UserError(
                 f"A record cannot be asked about: {refusal.refused}.\nRemove the record."
             )
-        self._images.texts = _texts([record], found)
+        self._media.texts = _texts([record], found)
         example = super().example(record)
         prompt = _with_media(self._model, Rendered(example.prompt, ()), record, found)
         return example._replace(
-            instruction=PLACES.sub("<image>", example.instruction),
+            instruction=PLACES.sub(f"<{self._model.kind}>", example.instruction),
             media=prompt.media,
             media_reader=self.media_reader if prompt.media else None,
         )
 
     def _encoded_end(self, text: str) -> Any:
-        # Not kept: a place is another image in other records.
+        # Not kept: a place is another medium in other records.
         return self._encoded(text) if PLACES.search(text) else super()._encoded_end(text)
 
     def _render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         found = _read(self._model, records)
         refusals = [self._refusal(record, found) for record in records]
         taken = [record for record, bad in zip(records, refusals, strict=True) if bad is None]
-        self._images.texts = _texts(taken, found)
+        self._media.texts = _texts(taken, found)
         firsts = accumulate((len(record.get(MEDIA, ())) for record in taken), initial=0)
         rendered = super().render([_moved(*one) for one in zip(taken, firsts, strict=False)])
         for record, refusal in zip(records, refusals, strict=True):
@@ -201,47 +201,62 @@ class ImageRenderer(ChatRenderer):
         """Why a record becomes no sample; None: it may become one."""
         said = json.dumps([record["messages"], record.get("tools")], ensure_ascii=False)
         if self._model.token in said:
-            return Rendering(refused=f"{LITERAL} ({self._model.token})")
+            return Rendering(refused=f"{LITERAL[self._model.kind]} ({self._model.token})")
         if self._model.family.has_prefix and not record.get(MEDIA):
             return Rendering(refused=WITHOUT)
         for medium, key in _media_of(record):
-            if isinstance(broken := found[key], BrokenImage):
-                return Rendering(refused=DAMAGED, bad_file=(medium["file"], str(broken)))
+            if isinstance(broken := found[key], BrokenMedium):
+                return Rendering(
+                    refused=DAMAGED[self._model.kind], bad_file=(medium["file"], str(broken))
+                )
         return None
 
 
-class ImagePrompter:
-    """Makes prompts with images; see `ftkit.data.records.media.Prompter`."""
+class _MediaPrompter:
+    """Makes prompts with media of a kind; see `ftkit.data.records.media.Prompter`."""
+
+    kind: ClassVar[str]
+    """Name of the kind."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any, options: Mapping[str, Any]) -> None:
         """Take the template of prompts, the tokenizer of the base model, and options of its data.
 
         Raises:
-            UserError: the model is given no images.
+            UserError: the model is given no such media.
         """
-        names = (field.name for field in dataclasses.fields(Limits))
-        limits = Limits(**{name: options[name] for name in names if options.get(name) is not None})
-        self._model = image_model(tokenizer.directory, tokenizer, limits)
-        self._tokenizer = _ImageTokenizer(tokenizer)
-        self.template = ImageTemplate.of(template, self._model.mark)
+        self._model = MODELS[self.kind].of(tokenizer.directory, tokenizer, options)
+        self._tokenizer = _MediaTokenizer(tokenizer)
+        self.template = MediaTemplate.of(template, self._model.mark, self.kind)
 
     def encode(self, text: str, media: Sequence[Mapping[str, Any]]) -> Prompt:
-        """Encode a prompt with images."""
+        """Encode a prompt with media."""
         if self._model.token in text:
             raise UserError(
-                f"The prompt has {self._model.token}, which stands for an image in this model.\n"
-                "Leave it out."
+                f"The prompt has {self._model.token}, which stands for an {self.kind} in this "
+                "model.\nLeave it out."
             )
         record = {MEDIA: media}
         found = _read(self._model, [record])
         for medium, key in _media_of(record):
-            if isinstance(broken := found[key], BrokenImage):
-                raise UserError(f"The image {medium['file']} {broken}.\nGive another one.")
+            if isinstance(broken := found[key], BrokenMedium):
+                raise UserError(f"The {self.kind} {medium['file']} {broken}.\nGive another one.")
         self._tokenizer.texts = _texts([record], found)
         (encoded,) = self._tokenizer.encode_all_rendered([text])
         sample = _with_media(self._model, Rendered(encoded.ids, ()), record, found)
-        reader = ImageReader(self._model)
+        reader = TowerReader(self._model)
         return Prompt(sample.ids, sample.media, partial(reader.read, [sample.media], [sample.ids]))
+
+
+class ImagePrompter(_MediaPrompter):
+    """As `_MediaPrompter`, of images."""
+
+    kind = "image"
+
+
+class AudioPrompter(_MediaPrompter):
+    """As `_MediaPrompter`, of audio."""
+
+    kind = "audio"
 
 
 def _media_of(record: Record) -> list[tuple[Record, _Key]]:
@@ -250,22 +265,22 @@ def _media_of(record: Record) -> list[tuple[Record, _Key]]:
     return [(medium, (medium["sha256"], len(media) == 1)) for medium in media]
 
 
-def _read(model: ImageModel, records: Sequence[Record]) -> _Found:
-    """Read and count the images of some records."""
+def _read(model: MediaModel, records: Sequence[Record]) -> _Found:
+    """Read and count the media of some records."""
     files = {key: m["file"] for record in records for m, key in _media_of(record)}
 
-    def read(item: tuple[_Key, str]) -> tuple[str, int] | BrokenImage:
+    def read(item: tuple[_Key, str]) -> tuple[str, int] | BrokenMedium:
         (digest, is_alone), file = item
         try:
-            return model.text_of(content_of(file, digest), is_alone=is_alone)
-        except BrokenImage as broken:
+            return model.text_of(model.files.content(file, digest), is_alone=is_alone)
+        except BrokenMedium as broken:
             return broken
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(files, pool.map(read, files.items()), strict=True))
 
 
-def _with_media(model: ImageModel, sample: Rendered, record: Record, found: _Found) -> Rendered:
+def _with_media(model: MediaModel, sample: Rendered, record: Record, found: _Found) -> Rendered:
     """A sample with the media that it has, which carry no loss."""
     places = [i for i, token in enumerate(sample.ids) if token == model.token_id]
     media, at = list[Medium](), 0
@@ -277,30 +292,30 @@ def _with_media(model: ImageModel, sample: Rendered, record: Record, found: _Fou
         at += len(own)
         file = (medium["sha256"], medium["file"])
         spans = (own[0], own[-1] + 1, patches)
-        media.append(Medium("image", *file, *spans, medium["is_relative"]))
-    assert at == len(places), "the tokenizer keeps the tokens of images apart"
+        media.append(Medium(model.kind, *file, *spans, medium["is_relative"]))
+    assert at == len(places), "the tokenizer keeps the tokens of media apart"
     sample = _without_loss(sample, media)._replace(media=tuple(media))
-    # Nothing is predicted at the end, where an image would lack its last token.
+    # Nothing is predicted at the end, where a medium would lack its last token.
     while sample.media and sample.media[-1].end == len(sample.ids):
         sample = cut(sample, sample.media[-1].first)
     return sample
 
 
 def _texts(records: Sequence[Record], found: _Found) -> dict[str, str]:
-    """Texts of the images of some records, by places that count over all of them."""
+    """Texts of the media of some records, by places that count over all of them."""
     keys = (key for record in records for _, key in _media_of(record))
     return {place_of(i): _text_of(found, key)[0] for i, key in enumerate(keys)}
 
 
 def _text_of(found: _Found, key: _Key) -> tuple[str, int]:
-    """Text and patches of an image that was read."""
+    """Text and cost of a medium that was read."""
     made = found[key]
-    assert not isinstance(made, BrokenImage), "records with such images are refused before"
+    assert not isinstance(made, BrokenMedium), "records with such media are refused before"
     return made
 
 
 def _groups(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """Records whose images have places that differ."""
+    """Records whose media have places that differ."""
     first, count = 0, 0
     for number, record in enumerate(records):
         own = len(record.get(MEDIA, ()))

@@ -1,9 +1,9 @@
-"""Chat templates that write images: each image becomes the character of its place.
+"""Chat templates that write media: each becomes the character of its place.
 
-Conversations hold one character for each image (`ftkit.data.records.media`). A template of a model
-that sees takes content parts and writes a mark for each; all other templates take the text as it
-is. Either way the rendered text has the characters, so that what finds turns in it needs to know
-nothing of images. Imports no torch: templates are rendered in a process of their own.
+Conversations hold one character for each medium (`ftkit.data.records.media`). A template of a model
+that sees or hears takes content parts and writes a mark for each; all other templates take the text
+as it is. Either way the rendered text has the characters, so that what finds turns in it needs to
+know nothing of media. Imports no torch: templates are rendered in a process of their own.
 """
 
 import dataclasses
@@ -15,39 +15,42 @@ from typing import Any, Literal
 from ftkit.data.records.media import PLACES, place_of
 from ftkit.models.chat_templates.template import ChatTemplate, Message, TemplateRefusal
 
-Takes = Literal["texts", "parts for images", "parts"]
-"""What a template takes as contents: texts alone, parts where a message has an image, or always."""
+Takes = Literal["texts", "parts for media", "parts"]
+"""What a template takes as contents: texts alone, parts where a message has a medium, or always."""
 _PROBE = "probe"
 
 
 @dataclass(frozen=True)
-class ImageTemplate(ChatTemplate):
-    """A template whose text has the character of a place for each image."""
+class MediaTemplate(ChatTemplate):
+    """A template whose text has the character of a place for each medium."""
 
     mark: str = ""
-    """What the template writes for an image in a content part."""
+    """What the template writes for a medium in a content part."""
+    kind: str = ""
+    """Type of such a part."""
     takes: Takes = "texts"
 
     @classmethod
-    def of(cls, template: ChatTemplate, mark: str) -> "ImageTemplate":
+    def of(cls, template: ChatTemplate, mark: str, kind: str) -> "MediaTemplate":
         """Find out what a template takes, by rendering a message.
 
         Args:
             template: any.
             mark: as in this class.
+            kind: as in this class.
         """
         values = {
             field.name: getattr(template, field.name) for field in dataclasses.fields(template)
         }
-        made = cls(**values, mark=mark)
-        for takes in ("parts for images", "parts"):
+        made = cls(**values, mark=mark, kind=kind)
+        for takes in ("parts for media", "parts"):
             tried = dataclasses.replace(made, takes=takes)
             if tried._writes(f"{place_of(0)}{_PROBE}") and tried._writes(_PROBE):
                 return tried
         return made
 
     def _writes(self, content: str) -> bool:
-        """Whether the texts and the images of a message are written, each once."""
+        """Whether the texts and the media of a message are written, each once."""
         try:
             text = self.render([{"role": "user", "content": content}])
         except TemplateRefusal:
@@ -64,15 +67,15 @@ class ImageTemplate(ChatTemplate):
         places = [p for message in messages for p in PLACES.findall(message["content"] or "")]
         if self.takes == "texts":
             text, blocks = super()._run(messages, tools, add_generation_prompt, variables)
-            # One that leaves out a message would give its image to the next place.
+            # One that leaves out a message would give its medium to the next place.
             if (written := PLACES.findall(text)) != places:
                 raise TemplateRefusal(
-                    f"the template writes {len(written)} images for {len(places)}, or in another "
-                    "order"
+                    f"the template writes {len(written)} {self.kind}s for {len(places)}, or in "
+                    "another order"
                 )
             return text, blocks
         given = [
-            {**message, "content": _parts(message["content"] or "")}
+            {**message, "content": _parts(message["content"] or "", self.kind)}
             if self.takes == "parts" or PLACES.search(message["content"] or "")
             else message
             for message in messages
@@ -81,16 +84,17 @@ class ImageTemplate(ChatTemplate):
         found = text.count(self.mark)
         if found != len(places):
             raise TemplateRefusal(
-                f"the template writes {found} images for {len(places)}; or a text has {self.mark}"
+                f"the template writes {found} {self.kind}s for {len(places)}; or a text has "
+                f"{self.mark}"
             )
         return _with_places(text, blocks, self.mark, places)
 
 
-def _parts(content: str) -> list[dict[str, str]]:
+def _parts(content: str, kind: str) -> list[dict[str, str]]:
     """Content parts of a text with places."""
     pieces = re.split(f"({PLACES.pattern})", content)
     return [
-        {"type": "image"} if PLACES.fullmatch(piece) else {"type": "text", "text": piece}
+        {"type": kind} if PLACES.fullmatch(piece) else {"type": "text", "text": piece}
         for piece in pieces
         if piece
     ]

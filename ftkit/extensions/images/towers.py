@@ -86,6 +86,28 @@ def with_tiles(vision: Any, inputs: Inputs) -> Inputs:
     return made
 
 
+def tokens_of_frames(frames: int) -> int:
+    """Tokens of audio with a number of frames of its spectrogram: two layers halve them."""
+    return ((frames - 1) // 2 + 1) // 2
+
+
+def frames_of_tokens(tokens: int) -> int:
+    """Frames of audio that has a number of tokens."""
+    return 4 * tokens
+
+
+def with_frames(tower: Any, inputs: Inputs) -> Inputs:
+    """As `as_read`, of audio: its spectrogram, which of it is no padding, and its tokens."""
+    heard = (inputs["frames"] - 1) // 2 + 1
+    attended = torch.zeros(1, 1, 1, tower.max_source_positions)
+    attended[..., heard:] = float("-inf")
+    return {
+        "input_features": inputs["input_features"],
+        "attended": attended,
+        "tokens": tokens_of_frames(inputs["frames"]),
+    }
+
+
 class _Host(TorchFunctionMode):
     """Leaves on the host what transformers writes down of sizes: to send it, a step would wait."""
 
@@ -170,3 +192,10 @@ def of_tiles(owner: Any, inputs: Inputs) -> Features:
     mask = inputs["attended"].to(hidden.dtype) if "attended" in inputs else None
     hidden = tower.encoder(inputs_embeds=hidden, attention_mask=mask)
     return _joined(owner.connector(tower.post_layernorm(hidden.last_hidden_state))), []
+
+
+def of_frames(owner: Any, inputs: Inputs) -> Features:
+    """As `by_own_function`, of audio: transformers has no such function of Qwen2-Audio."""
+    values = inputs["input_features"]
+    found = owner.audio_tower(values, attention_mask=inputs["attended"].to(values.dtype))
+    return owner.multi_modal_projector(found.last_hidden_state[0, : inputs["tokens"]]), []

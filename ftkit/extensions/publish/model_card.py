@@ -3,6 +3,7 @@
 It names no directory of the machine that it was made on: others are to read it.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,53 @@ processor = AutoProcessor.from_pretrained(name)
 {_ANSWER_TO_IMAGE.lstrip()}""",
 }
 """The same where the training data had images."""
+_HEARING = ("qwen2_audio",)
+"""Values of model_type of models that hear and do not see, which that class does not load."""
+_OF_HEARING = "AutoModelForMultimodalLM"
+_ANSWER_TO_AUDIO = """
+rate = processor.feature_extractor.sampling_rate
+samples, own_rate = soundfile.read("sound.wav", dtype="float32", always_2d=True)
+audio = soxr.resample(samples.mean(axis=1), own_rate, rate)
+content = [{"type": "audio"}, {"type": "text", "text": "What is this?"}]
+text = processor.apply_chat_template(
+    [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+)
+inputs = processor(text=text, audio=[audio], sampling_rate=rate, return_tensors="pt")
+answer = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
+print(processor.decode(answer, skip_special_tokens=True))
+```
+"""
+_USAGE_WITH_AUDIO: dict[CardKind, str] = {
+    "adapter": f"""With PEFT, about audio:
+
+```python
+import soundfile
+import soxr
+from peft import PeftConfig, PeftModel
+from transformers import {_OF_HEARING}, AutoProcessor, AutoTokenizer
+from transformers import GenerationConfig
+
+name = {HERE}
+base = PeftConfig.from_pretrained(name).base_model_name_or_path
+model = PeftModel.from_pretrained({_OF_HEARING}.from_pretrained(base), name)
+model.generation_config = GenerationConfig.from_pretrained(name)
+processor = AutoProcessor.from_pretrained(base)
+processor.tokenizer = AutoTokenizer.from_pretrained(name)
+processor.chat_template = processor.tokenizer.chat_template
+{_ANSWER_TO_AUDIO.lstrip()}""",
+    "hf": f"""With transformers, about audio:
+
+```python
+import soundfile
+import soxr
+from transformers import {_OF_HEARING}, AutoProcessor
+
+name = {HERE}
+model = {_OF_HEARING}.from_pretrained(name)
+processor = AutoProcessor.from_pretrained(name)
+{_ANSWER_TO_AUDIO.lstrip()}""",
+}
+"""The same where the training data had audio."""
 _SCORE = """
 messages = [
     {"role": "user", "content": "Hello!"},
@@ -300,17 +348,21 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     # Not sorted: in the order of the recipe's own keys.
     recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
     scores = gives_scores(report.recipe.get("objective", _SFT))
-    sees = report.resolved is not None and report.resolved.heaviest_media is not None
+    media = None if report.resolved is None else report.resolved.heaviest_media
     is_whole = report.resolved is not None and report.resolved.kept_bytes
     special: Mapping[CardKind, str] = {}
     task = "text-generation"
     if scores:
         special, task = _USAGE_OF_SCORES, "text-classification"
-    elif sees:
+    elif media is not None and media.kind == "audio":
+        special, task = _USAGE_WITH_AUDIO, "audio-text-to-text"
+    elif media is not None:
         special, task = _USAGE_WITH_IMAGES, "image-text-to-text"
     elif is_whole:
         special = _USAGE_OF_WHOLE
     usage = special.get(kind, _USAGE[kind])
+    if _model_type(base_directory) in _HEARING:
+        usage = usage.replace("AutoModelForImageTextToText", _OF_HEARING)
     parts = [
         f"---\n{_head(kind, base, data, _type_of(report), task)}---\n",
         f"# {base.name}, fine-tuned on {', '.join(data.names)}\n",
@@ -321,6 +373,15 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
         f"## Licence\n\n{_licence_text(kind, base)}",
     ]
     return "\n".join(parts)
+
+
+def _model_type(base: Path | None) -> str | None:
+    """model_type of a base model; None: it is not known."""
+    file = None if base is None else base / "config.json"
+    if file is None or not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    return found if isinstance(found, str) else None
 
 
 def with_name(card: str, repo_id: str, base: str | None) -> str:

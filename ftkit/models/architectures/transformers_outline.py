@@ -29,6 +29,9 @@ UNTRAINED = frozenset({"indexer", "embed_tokens_extend"})
 """Names of modules of which the loss on text has no gradient: those that choose tokens by number in
 sparse attention (DeepSeek V3.2), and embeddings of images and audio (Phi-4 multimodal)."""
 
+_HEARING = {"qwen2_audio": "Qwen2AudioForConditionalGeneration"}
+"""Multimodal models without images, by model_type: those that have been tried."""
+
 _TOKENS = 8
 """Tokens for which two losses of routers are compared; the last one is padding."""
 
@@ -303,11 +306,12 @@ def causal_class_name(model_type: str) -> str | None:
 
 def whole_class_name(model_type: str) -> str | None:
     """Class of the multimodal model around a language model; None: there is none."""
-    if model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type) or _HEARING.get(model_type)
+    if found is None:
         return None
     known = model_type in CONFIG_MAPPING
     is_composite = known and "text_config" in CONFIG_MAPPING[model_type].sub_configs
-    return str(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]) if is_composite else None
+    return str(found) if is_composite else None
 
 
 def language_model_name(whole: PreTrainedModel) -> str:

@@ -247,7 +247,7 @@ PREFERENCE = "the objective learns from one answer"
                 ("audios", ["a.wav"]),
                 ("image", {"path": "a.jpg"}),
             )
-            if record is COMPLETION or not key.startswith("image")
+            if record is COMPLETION or key == "videos"
         ),
         *(
             (record | {key: value}, f": {key} has 1, but ... 0 places", f"Correct {key}")
@@ -257,6 +257,7 @@ PREFERENCE = "the objective learns from one answer"
                 ("images", [{"bytes": b"\xff"}]),
                 ("image", {"path": "a.jpg"}),
                 ("image", "a.jpg"),
+                ("audios", ["a.wav"]),
             )
             # Of a table, it may be the name of a file that is not used.
             if record is not INSTRUCTION or value != "a.jpg"
@@ -271,11 +272,15 @@ PREFERENCE = "the objective learns from one answer"
         ),
         *(
             (chat(content=[{"type": kind}]), f"a part that is '{kind}'", "Remove the part")
-            for kind in ("input_audio", "audio", "video")
+            for kind in ("input_audio", "video")
         ),
         *(
-            (chat(content=[{"type": kind}]), "message 2, part 1 is an image without", "Correct")
-            for kind in ("image", "image_url")
+            (
+                chat(content=[{"type": kind}]),
+                f"message 2, part 1 is an {kind.removesuffix('_url')} without",
+                "Correct",
+            )
+            for kind in ("image", "image_url", "audio", "audio_url")
         ),
         *(
             (INSTRUCTION | {key: value}, f": {key} is", "with messages ... chat_template_kwargs")

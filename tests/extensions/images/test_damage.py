@@ -10,14 +10,8 @@ from command import ROOT
 from PIL import Image
 
 from ftkit.data.records.record import Misfit
-from ftkit.extensions.images.files import (
-    MOST_PIXELS,
-    BrokenImage,
-    checked_size,
-    decode,
-    read_file,
-    reference,
-)
+from ftkit.extensions.images.files import MOST_PIXELS, checked_size, decode, reference
+from ftkit.extensions.images.found_files import BrokenMedium, read_file
 
 TRIES = 250
 NAMES = ("a.png", "a.jpg", "a.webp", "a.gif")
@@ -48,9 +42,9 @@ def test_damage_is_refused_by_name(
             content = read_file(file)
             try:
                 image = decode(content)
-            except BrokenImage:
+            except BrokenMedium:
                 ended["refused"] += 1
-                with pytest.raises(BrokenImage):
+                with pytest.raises(BrokenMedium):
                     checked_size(content)
                 continue
             assert checked_size(content) == image.size, what

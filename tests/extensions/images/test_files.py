@@ -15,13 +15,13 @@ from PIL import Image
 from ftkit.data.records.record import Misfit
 from ftkit.extensions.images.files import (
     MOST_PIXELS,
-    BrokenImage,
     check_header,
     checked_size,
     decode,
     reference,
     size_by_header,
 )
+from ftkit.extensions.images.found_files import BrokenMedium
 
 Write = Callable[[Path], object]
 
@@ -122,7 +122,7 @@ def test_a_truncated_image_is_known_once_it_is_decoded(kind: str) -> None:
     noise = Image.frombytes("RGB", (64, 64), os.urandom(64 * 64 * 3))
     content = _encoded(noise, kind)[:-400]
     check_header(content)
-    with pytest.raises(BrokenImage, match="is damaged"):
+    with pytest.raises(BrokenMedium, match="is damaged"):
         decode(content)
 
 

@@ -53,7 +53,7 @@ def _pixels(data: DataSets) -> Any:
     sample = data.train[0]
     assert data.train.media_reader is not None
     read = data.train.media_reader.read([sample.media], [sample.ids], None)
-    (image,) = read["images"]
+    (image,) = read["inputs"]
     return image["pixel_values"]
 
 

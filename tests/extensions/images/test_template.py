@@ -4,7 +4,7 @@ import pytest
 from seeing_models import FIRST, MARKS, template_of
 
 from ftkit.data.records.media import place_of
-from ftkit.extensions.images.template import ImageTemplate
+from ftkit.extensions.images.template import MediaTemplate
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal, text_template
 
 A, B = place_of(0), place_of(1)
@@ -17,7 +17,7 @@ _CHAT = [
 @pytest.mark.parametrize("kind", FIRST)
 def test_a_template_of_parts_writes_places_where_its_marks_were(kind: str) -> None:
     mark = MARKS[kind]
-    template = ImageTemplate.of(ChatTemplate(template_of(kind), kind), mark)
+    template = MediaTemplate.of(ChatTemplate(template_of(kind), kind), mark, "image")
     found = template.render(_CHAT)
     parts = [
         {"role": "user", "content": [
@@ -33,18 +33,20 @@ def test_a_template_of_parts_writes_places_where_its_marks_were(kind: str) -> No
 
 @pytest.mark.parametrize("kind", FIRST)
 def test_texts_alone_are_written_as_before(kind: str) -> None:
-    template = ImageTemplate.of(ChatTemplate(template_of(kind), kind), MARKS[kind])
+    template = MediaTemplate.of(ChatTemplate(template_of(kind), kind), MARKS[kind], "image")
     assert "what is it" in template.render([{"role": "user", "content": "what is it"}])
 
 
 def test_a_template_of_texts_keeps_places() -> None:
-    template = ImageTemplate.of(text_template("chatml", {}), "<image>")
+    template = MediaTemplate.of(text_template("chatml", {}), "<image>", "image")
     assert template.takes == "texts"
     assert f"{A}what {B}is it" in template.render(_CHAT)
 
 
 def test_a_mark_in_a_text_is_no_image() -> None:
-    template = ImageTemplate.of(ChatTemplate(template_of("llava"), "llava"), MARKS["llava"])
+    template = MediaTemplate.of(
+        ChatTemplate(template_of("llava"), "llava"), MARKS["llava"], "image"
+    )
     with pytest.raises(TemplateRefusal, match="2 images for 1"):
         template.render([{"role": "user", "content": f"{A}and <image>\n"}])
 
@@ -56,6 +58,6 @@ def test_marked_spans_move_with_the_places() -> None:
         "{% else %}{% generation %}{{ m.content[0].text }};{% endgeneration %}{% endif %}"
         "{% endfor %}"
     )
-    template = ImageTemplate.of(ChatTemplate(source, "marked"), "<|image|>")
+    template = MediaTemplate.of(ChatTemplate(source, "marked"), "<|image|>", "image")
     text, spans = template.render_marked(_CHAT)
     assert [text[first:end] for first, end in spans] == ["red;"]

@@ -353,7 +353,7 @@ def test_a_picture_that_exif_turns_is_that_of_its_turned_pixels(
     found = [
         data.train.media_reader.read([one.media], [one.ids], None) for one in (turned, straight)
     ]
-    for one, other in zip(*(made["images"] for made in found), strict=True):
+    for one, other in zip(*(made["inputs"] for made in found), strict=True):
         assert all((one[key] == other[key]).all() for key in other)
 
 
