@@ -11,7 +11,7 @@ from lightning.fabric.utilities import move_data_to_device
 
 from ftkit.checkpoint.metadata import SeedNames
 from ftkit.data.media import Coming, with_media
-from ftkit.data.records.media import MEDIA_OF
+from ftkit.data.records.media import MEDIA, MEDIA_OF
 from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.language_model import LanguageModel, compiled_graphs
 from ftkit.objectives.objective import Batch
@@ -168,7 +168,9 @@ class TrainStep:
             self._gather_statistics(step, of_step)
         self._seed_step(step)
         self._strategy.set_learning_rate(self._schedule.share(step))
-        for waiting in with_media(of_step, batches.following()):
+        # Texts alone are there at once, and would only take memory.
+        has_media = any(MEDIA in one for one in of_step)
+        for waiting in with_media(of_step, batches.following() if has_media else ()):
             batch = move_data_to_device(waiting, self._device)
             self._clock.mark("data")
             self._step_loss.refer(batch)
