@@ -44,10 +44,10 @@ class Header(NamedTuple):
 
 
 def check_header(content: bytes) -> Header:
-    """Refuse what is no audio of a known format, by its header, which is returned.
+    """Read the header of an audio file, and refuse other files.
 
     Raises:
-        BrokenMedium: it is none, or of another kind than is read.
+        BrokenMedium: it is no audio, or of a format that is not read.
         UserError: a library is missing.
     """
     with _opened(content) as file:

@@ -26,7 +26,7 @@ _REMOVE = "Correct it, or remove the record."
 
 
 class BrokenMedium(Exception):
-    """A file is no medium that can be read; the text completes a sentence about it."""
+    """A file cannot be read as a medium. The text ends a sentence that begins with the file."""
 
 
 class _Named(NamedTuple):
@@ -60,7 +60,7 @@ class FilesOf:
             names_files: whether it may be a file of this machine, which no download may name.
 
         Raises:
-            Misfit: there is no such medium, or it cannot be read; BadMedium where a file is named.
+            Misfit: the medium is missing or cannot be read; a BadMedium, if the value names a file.
         """
         held = self._held(value, folder)
         if isinstance(held, _Named):
@@ -177,7 +177,7 @@ def read_file(path: Path) -> bytes:
     """Read the file of a medium, through links.
 
     Raises:
-        BrokenMedium: it is not there, is no regular file, or too large.
+        BrokenMedium: the file is missing, not a regular file, or too large.
     """
     try:
         # Not blocking: opening a pipe would wait for whoever writes to it.

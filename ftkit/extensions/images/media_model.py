@@ -207,6 +207,7 @@ class MediaModel(ABC):
             ids: [tokens].
             inputs: of the media of the sequence.
         """
+        # Not abstract: only families with `axes` are asked, and none of audio has them.
         raise NotImplementedError("only of families whose positions have axes")
 
 

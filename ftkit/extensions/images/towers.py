@@ -97,7 +97,7 @@ def frames_of_tokens(tokens: int) -> int:
 
 
 def with_frames(tower: Any, inputs: Inputs) -> Inputs:
-    """As `as_read`, of audio: its spectrogram, which of it is no padding, and its tokens."""
+    """Return the spectrogram of audio, a mask of its frames without padding, and its tokens."""
     heard = (inputs["frames"] - 1) // 2 + 1
     attended = torch.zeros(1, 1, 1, tower.max_source_positions)
     attended[..., heard:] = float("-inf")
