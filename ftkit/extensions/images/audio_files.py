@@ -128,10 +128,16 @@ def _damage(error: Exception) -> str:
 def _library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # soundfile looks for a library of C
+    except (ImportError, OSError) as error:
+        # The wheel of soundfile for any platform has no libsndfile.
+        remedy = (
+            "pip install 'ftkit[audio]'"
+            if isinstance(error, ImportError)
+            else "pip install --force-reinstall soundfile, or apt install libsndfile1"
+        )
         raise UserError(
             f"Audio is read with soundfile and soxr, but {name} cannot be imported ({error}).\n"
-            "Try pip install 'ftkit[audio]'."
+            f"Try {remedy}."
         ) from None
 
 
