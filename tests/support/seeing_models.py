@@ -439,8 +439,19 @@ PREFIXED = "paligemma"
 FIRST = ("llava", "gemma3", "qwen2_5_vl", "idefics3")
 """Families whose tests are the most."""
 KINDS = tuple(kind for kind in _TABLE if kind != PREFIXED)
+TABLED = (*KINDS, PREFIXED)
+"""Families of the table in docs/images.md."""
 MARKS = {name: kind.mark for name, kind in _TABLE.items()}
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 230)}
+
+
+Record = Callable[[str, object], None]
+"""Keeps a figure of docs/images.md, which scripts/image_families writes."""
+
+
+def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of a step's loss."""
+    return max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True))
 
 
 def save_model(kind: str, directory: Path, scale: int = 1, *, tower: int = 1) -> None:

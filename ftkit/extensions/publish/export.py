@@ -80,7 +80,7 @@ def export(result: Result, options: ExportOptions) -> int:
         if options.format == "gguf":
             silence_libraries()
             write = write_gguf_adapter if is_adapter else write_gguf_model
-            file = write(result, options, phase.advance)
+            written = write(result, options, phase.advance)
         elif is_adapter:
             _copy_adapter(result.directory, out, overwrite=options.overwrite)
         else:
@@ -94,8 +94,15 @@ def export(result: Result, options: ExportOptions) -> int:
         print_next(f"ftkit {'evaluate' if result.scores else 'chat'} {shlex.quote(str(out))}")
     elif gives_advice():
         print_shown(
-            _beside_base(file, result, options.checkpoint_dir) if is_adapter else _next(file)
+            _beside_base(written.path, result, options.checkpoint_dir)
+            if is_adapter
+            else _next(written.path)
         )
+        if written.is_part:
+            print_shown(
+                "mmproj:    llama.cpp's convert_hf_to_gguf.py --mmproj writes what sees or hears; "
+                "it is not in this file"
+            )
     return 0
 
 

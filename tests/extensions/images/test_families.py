@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rank_jobs import (
     make_run,
     needs_deepspeed,
 )
-from seeing_models import FIRST, KINDS, PlainLoop
+from seeing_models import FIRST, KINDS, PlainLoop, Record, largest_difference
 
 from ftkit.cli.app import run
 from ftkit.extensions.publish.model_card import CardKind, card_text, with_name
@@ -204,21 +204,12 @@ EACH = pytest.mark.parametrize(
 )
 
 
-Record = Callable[[str, object], None]
-
-
-def _difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest, relative."""
-    return max(abs(one / other - 1) for one, other in zip(losses, expected, strict=True))
-
-
-# Properties of these tests are figures of docs/images.md, which scripts/image_families writes.
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_a_plain_loop(
     trained: Found, plain: Any, kind: str, record_property: Record
 ) -> None:
     (losses, _), found = plain(kind), trained(kind, ALONE).losses
-    record_property("difference", _difference(found, losses))
+    record_property("difference", largest_difference(found, losses))
     assert found == pytest.approx(losses, rel=1e-5)
 
 
@@ -227,7 +218,7 @@ def test_every_layout_learns_the_same(
     trained: Found, kind: str, layout: Layout, record_property: Record
 ) -> None:
     found, alone = trained(kind, layout), trained(kind, layout.alone)
-    record_property("difference", _difference(found.losses, alone.losses))
+    record_property("difference", largest_difference(found.losses, alone.losses))
     assert_same_maths(found, alone, validations=0)
 
 

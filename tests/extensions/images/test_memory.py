@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, chosen, needs_deepspeed, write_job
 from runs import run_ranks
-from seeing_models import FIRST, KINDS, save_model, write_chats
+from seeing_models import FIRST, PREFIXED, TABLED, Record, save_model, write_chats
 
 from ftkit.cli.app import run
 from ftkit.planning.predict import Planned, plan_files
@@ -71,7 +71,7 @@ WANTED = [
     *((kind, name) for kind in FIRST for name in OFTEN),
     *((FIRST[0], name) for name in TWO_RANKS if name not in OFTEN),
     *((kind, name) for kind in ("gemma3", "qwen2_5_vl") for name in TRAINED),
-    *((kind, "full") for kind in KINDS if kind not in FIRST),
+    *((kind, "full") for kind in TABLED if kind not in FIRST),
 ]
 
 
@@ -105,6 +105,8 @@ def keys_of(folder: Path, kind: str, name: str) -> dict[str, Any]:
     case = (ALONE | TWO_RANKS)[name]
     base = folder / (f"{kind}-wide" if name == "wide tower" else kind)
     data = {"data.path": str(folder / "chats.jsonl"), "checkpoint_dir": str(base)}
+    if kind == PREFIXED:  # each of its samples has an image
+        data |= {"data.path": str(folder / "seen.jsonl"), "data.chat_template": PREFIXED}
     return SETTINGS | data | dict(case.changes)
 
 
@@ -133,8 +135,9 @@ def measured(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seen")
+    write_chats(folder / "seen.jsonl", (1, 2, 1, 1, 1, 3, 1, 1), SCALE)
     write_chats(folder / "chats.jsonl", scale=SCALE)
-    for kind in KINDS:
+    for kind in TABLED:
         save_model(kind, folder / kind, SCALE)
     for kind in FIRST:
         save_model(kind, folder / f"{kind}-wide", SCALE, tower=8)
@@ -160,7 +163,7 @@ def runs(folder: Path, request: pytest.FixtureRequest) -> Runs:
     ],
 )
 def test_the_peak_with_images_is_predicted_within_2_percent(
-    runs: Runs, kind: str, name: str, record_property: Callable[[str, object], None]
+    runs: Runs, kind: str, name: str, record_property: Record
 ) -> None:
     found = runs(1 if name in ALONE else 2)[kind, name]
     record_property("error", max(found.errors(), key=abs))  # in docs/images.md

@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 from messages import message_of, says
 from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, make_run
-from seeing_models import PREFIXED, PlainLoop, save_model, write_chats
+from seeing_models import (
+    PREFIXED,
+    PlainLoop,
+    Record,
+    largest_difference,
+    save_model,
+    write_chats,
+)
 
 from ftkit.cli.app import run
+from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
 
@@ -32,11 +40,17 @@ KEYS: dict[str, Any] = {
     "optimizer.eps": EPS,
     "optimizer.weight_decay": 0.0,
 }
-LAYOUTS = {
-    "single": ("single", {}),
-    "padded": ("single", {"train.micro_batch_size": 2, "train.padding_free": False}),
-    "fsdp x2, resumed": ("fsdp", {"train.micro_batch_size": 1}),
+ONE_EACH = {"train.micro_batch_size": 1}
+LAYOUTS: dict[str, tuple[str, Method, dict[str, Any]]] = {
+    "single": ("single", "full", {}),
+    "single, LoRA": ("single", "lora", {}),
+    "padded": ("single", "full", {"train.micro_batch_size": 2, "train.padding_free": False}),
+    "fsdp x2": ("fsdp", "full", ONE_EACH),
+    "fsdp x2, LoRA": ("fsdp", "lora", ONE_EACH),
+    "fsdp x2, resumed": ("fsdp", "full", ONE_EACH),
 }
+OTHERS = [name for name in LAYOUTS if not name.startswith("single")]
+"""Layouts that learn what one device learns."""
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +67,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str,
     base = {"checkpoint_dir": str(folder / PREFIXED), "data.path": str(folder / "chats.jsonl")}
 
     def case(name: str, **more: Any) -> Case:
-        strategy, changes = LAYOUTS[name]
-        return Case(strategy, "full", changes=tuple((KEYS | base | changes).items()), **more)
+        strategy, method, changes = LAYOUTS[name]
+        return Case(strategy, method, changes=tuple((KEYS | base | changes).items()), **more)
 
-    ones = {name: case(name) for name in ("single", "padded")}
+    cases = {name: case(name) for name in LAYOUTS if not name.endswith("resumed")}
     half = case("single", stop_after=CUT)
-    found = train(1, [*ones.values(), half])
-    resumed = case("fsdp x2, resumed", start=found[half].out_dir)
-    found |= train(2, [resumed])
-    return {name: found[one] for name, one in (ones | {"fsdp x2, resumed": resumed}).items()}
+    found = train(1, [*(one for one in cases.values() if one.strategy == "single"), half])
+    cases["fsdp x2, resumed"] = case("fsdp x2, resumed", start=found[half].out_dir)
+    found |= train(2, [one for one in cases.values() if one.strategy == "fsdp"])
+    return {name: found[one] for name, one in cases.items()}
 
 
 def test_losses_and_results_are_those_of_a_plain_loop(
-    trained: dict[str, Outcome], folder: Path, capsys: pytest.CaptureFixture[str]
+    trained: dict[str, Outcome],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Record,
 ) -> None:
     rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
     loop = PlainLoop(PREFIXED, folder / PREFIXED, folder)
     losses = loop.losses(rows, STEPS, RATE, EPS)
+    record_property("difference", largest_difference(trained["single"].losses, losses))
     assert trained["single"].losses == pytest.approx(losses, rel=1e-5)
     final = trained["single"].out_dir / "final"
     words = ["evaluate", str(final), "--format", "json", "--accelerator", "cpu", "--data", "JSON"]
@@ -79,9 +97,13 @@ def test_losses_and_results_are_those_of_a_plain_loop(
     assert loss == pytest.approx(PlainLoop(PREFIXED, final, folder).loss(rows), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["padded", "fsdp x2, resumed"])
-def test_every_layout_learns_the_same(trained: dict[str, Outcome], layout: str) -> None:
-    assert_same_maths(trained[layout], trained["single"], validations=0)
+@pytest.mark.parametrize("layout", OTHERS)
+def test_every_layout_learns_the_same(
+    trained: dict[str, Outcome], layout: str, record_property: Record
+) -> None:
+    alone = trained["single, LoRA" if layout.endswith("LoRA") else "single"]
+    record_property("difference", largest_difference(trained[layout].losses, alone.losses))
+    assert_same_maths(trained[layout], alone, validations=0)
 
 
 def test_an_answer_is_that_of_transformers(

@@ -27,9 +27,10 @@ from llama_cpp import (
 from messages import message_of, says
 from results import Ended
 from safetensors.torch import load_file, save_file
+from seeing_models import save_model
 from tiny import make_llama
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
@@ -114,6 +115,23 @@ def test_a_model_read_back_from_float32_has_its_logits(
     assert metadata["tokenizer.ggml.add_bos_token"] is (MODELS[name][1] == "pieces")
     assert len(metadata["tokenizer.ggml.tokens"]) == 400
     assert metadata["general.size_label"].endswith("K")
+
+
+@pytest.mark.parametrize(("kind", "family"), [("llava", "llama"), ("internvl", "qwen2")])
+def test_of_a_model_that_sees_the_language_model_is_written(
+    kind: str, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(kind, tmp_path / "a")
+    file = write(tmp_path / "a", tmp_path / "out")
+    assert "convert_hf_to_gguf.py --mmproj" in capsys.readouterr().out
+    assert metadata_of(file)["general.architecture"] == family
+    back = find_or_download(str(file), root=tmp_path / "checkpoints")
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "a", dtype=torch.float32).eval()
+    tokens = torch.arange(40, 80).view(2, 20)
+    with torch.no_grad():
+        expected = whole(input_ids=tokens).logits
+        found = AutoModelForCausalLM.from_pretrained(back, dtype=torch.float32).eval()(tokens)
+    assert_equal(found.logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -224,14 +242,20 @@ def test_the_modelfile_has_the_template_in_the_language_of_ollama(
 
 def make_adapter(root: Path, family: str, variant: str) -> tuple[Path, Path]:
     """A base model and a trained adapter of it in PEFT's layout."""
-    base = open_base(str(MAKERS[family](root / family)))
+    if family in MAKERS:
+        MAKERS[family](root / family)
+    else:
+        save_model(family, root / family)
+    base = open_base(str(root / family))
     recipe = lora_recipe(base, lora_r=4, lora_alpha=12, **ALL | VARIANTS[variant])
     assert base.directory is not None
     adapter = save_peft(train(build(base, recipe)), base, recipe, root / variant)
     return base.directory, adapter
 
 
-@pytest.mark.parametrize(("family", "variant"), [("llama", "rslora"), ("phi-3", "lora")])
+@pytest.mark.parametrize(
+    ("family", "variant"), [("llama", "rslora"), ("phi-3", "lora"), ("llava", "lora")]
+)
 def test_an_adapter_adds_to_its_base_what_merging_adds(
     family: str, variant: str, tmp_path: Path
 ) -> None:
@@ -244,7 +268,7 @@ def test_an_adapter_adds_to_its_base_what_merging_adds(
     metadata, found = metadata_of(file), numbers_in(file)
     assert metadata["general.type"] == "adapter" and metadata["adapter.type"] == "lora"
     adapted = {name.removesuffix(".lora_a") for name in found if name.endswith(".lora_a")}
-    assert len(adapted) == (15 if family == "llama" else 9)
+    assert len(adapted) == (9 if family == "phi-3" else 15)
     for name, values in before.items():
         if name in adapted:
             a, b = found[f"{name}.lora_a"], found[f"{name}.lora_b"]
@@ -324,6 +348,10 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
     neox = MAKERS["gpt-neox"](tmp_path / "neox")
     text = mistake(neox, "--out", tmp_path / "out")
     assert says(text, "gpt_neox ... llama, mistral, qwen2")
+    save_model("qwen2_vl", tmp_path / "copy")
+    text = mistake(tmp_path / "copy", "--out", tmp_path / "out")
+    assert says(text, "language model of copy ... qwen2_vl_text ... --mmproj")
+    shutil.rmtree(tmp_path / "copy")
     text = mistake("embedded:quickstart", "--out", tmp_path / "out")
     assert says(text, "tokenizer of quickstart ... rule")
     assert [path.name for path in tmp_path.iterdir()] == ["neox"]

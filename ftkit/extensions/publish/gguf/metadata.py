@@ -40,12 +40,15 @@ _GEMMA2_27B_LAYERS = 46
 _DEFAULT_THETA = 10000.0
 
 
-def complete_settings(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+def complete_settings(
+    settings: Mapping[str, Any], name: str, *, is_part: bool = False
+) -> dict[str, Any]:
     """The settings of a model that GGUF files are written of, with what they leave to defaults.
 
     Args:
-        settings: the content of config.json.
+        settings: the content of config.json; of a language model that is a part, its own.
         name: of the model, for messages.
+        is_part: the model also sees or hears.
 
     Raises:
         UserError: the family is not written, or llama.cpp would compute another model.
@@ -53,14 +56,10 @@ def complete_settings(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     family = settings.get("model_type")
     if family not in ARCHITECTURES:
         raise UserError(
-            f"{name} is of the family {family}, but GGUF files are written of "
-            f"{', '.join(ARCHITECTURES)}. Try --format hf, and llama.cpp's own "
-            "convert_hf_to_gguf.py"
-            + (
-                "; with --mmproj it writes what sees images."
-                if "vision_config" in settings
-                else "."
-            )
+            f"{'The language model of ' * is_part}{name} is of the family {family}, but GGUF "
+            f"files are written of {', '.join(ARCHITECTURES)}. Try --format hf, and llama.cpp's "
+            "own convert_hf_to_gguf.py"
+            + ("; with --mmproj it writes what sees or hears." if is_part else ".")
         )
     from transformers import AutoConfig
 

@@ -3,10 +3,11 @@
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from ftkit.extensions.publish.gguf.metadata import (
 )
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE, modelfile
 from ftkit.extensions.publish.model_card import card_files
+from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.lora.adapter_files import stored_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -50,8 +52,16 @@ _OF_DTYPES: Mapping[torch.dtype, GgufNumbers] = {
 """The number format that holds a tensor as it is stored."""
 
 
-def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgress) -> Path:
-    """Write a model and its Modelfile; return the GGUF file.
+class GgufFile(NamedTuple):
+    """A GGUF file that was written."""
+
+    path: Path
+    is_part: bool
+    """True if the model also sees or hears, by parts that are not in the file."""
+
+
+def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgress) -> GgufFile:
+    """Write a model and its Modelfile; of one that sees or hears, its language model.
 
     Args:
         result: no adapter.
@@ -70,7 +80,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     # The first tensor stands for all: their number format is the default of the file.
     _, first = next(full_weights(result, base))
     numbers = options.quantization or _OF_DTYPES[first.dtype]
-    names = tensor_names(settings)
+    names = _tensor_names(base, settings)
     # Planned as a whole first: the header lists all tensors, and the disk must have room.
     factors = rotary_factors(settings)
     planned = {name: planned_tensor(name, values.shape, "f32") for name, values in factors.items()}
@@ -95,8 +105,10 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     }
     check_space(out, file_bytes(planned))
     ours = {theirs: name for name, (theirs, _) in names.items()}
-    # By Hugging Face's names and rules first; from those llama.cpp's follow.
-    stored = storage_of(base.architecture, "hf").written(full_weights(result, base))
+    stored = full_weights(result, base)
+    if _whole(base) is None:
+        # By Hugging Face's names and rules first; from those llama.cpp's follow.
+        stored = storage_of(base.architecture, "hf").written(stored)
     file = f"model-{numbers}.gguf"
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -119,12 +131,17 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
         beside = {**dict(licences(base)), **card_files(result, result.directory, "gguf")}
         for name, content in beside.items():
             (partial / name).write_bytes(content)
-    return out / file
+    return GgufFile(out / file, _whole(base) is not None)
 
 
 def _settings_for_gguf(base: BaseModel) -> dict[str, Any]:
     """All settings of a model that a GGUF file is written of."""
-    known = dict(base.settings) or base.architecture.settings_in("hf")
+    whole = _whole(base)
+    known = (
+        dict(base.settings) or base.architecture.settings_in("hf")
+        if whole is None
+        else whole.config.to_dict()
+    )
     if known is None:
         raise UserError(
             f"{base.name} is not described by a config.json, from which GGUF files are written. "
@@ -133,8 +150,30 @@ def _settings_for_gguf(base: BaseModel) -> dict[str, Any]:
     # The number of rows that is written, whatever config.json says.
     rows = parameter_shapes(base)[base.architecture.embedding][0]
     return complete_settings(
-        known | {"vocab_size": rows, "tie_word_embeddings": base.tied}, base.name
+        known | {"vocab_size": rows, "tie_word_embeddings": base.tied},
+        base.name,
+        is_part=whole is not None,
     )
+
+
+def _whole(base: BaseModel) -> TransformersArchitecture | None:
+    """The architecture of a model that has its language model as a part; None: it is one."""
+    found = base.architecture
+    return found if isinstance(found, TransformersArchitecture) and found.is_part else None
+
+
+def _tensor_names(
+    base: BaseModel, settings: Mapping[str, Any]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """As `tensor_names`, with our names of a language model that is a part."""
+    found = tensor_names(settings)
+    if (whole := _whole(base)) is None:
+        return found
+    alone = re.compile(r"^model\.")
+    return {
+        ours: (alone.sub(f"{whole.language_name}.", theirs), shape)
+        for ours, (theirs, shape) in found.items()
+    }
 
 
 def _as_llama_cpp(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
@@ -172,8 +211,8 @@ _PREFIX = "base_model.model."
 _MATRICES = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b"}
 
 
-def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgress) -> Path:
-    """Write an adapter; return the GGUF file.
+def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgress) -> GgufFile:
+    """Write an adapter.
 
     Args:
         result: an adapter.
@@ -192,7 +231,8 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     base = open_result(result, options.checkpoint_dir, "--checkpoint_dir")
     settings = _settings_for_gguf(base)
     theirs = {
-        name.removesuffix(".weight"): ours for ours, (name, _) in tensor_names(settings).items()
+        name.removesuffix(".weight"): ours
+        for ours, (name, _) in _tensor_names(base, settings).items()
     }
     stored = stored_adapter(directory)
     first = next(iter(stored.values()))
@@ -228,7 +268,7 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
         write_file(partial / file, architecture, metadata, planned, tensors(), progress)
         for name, content in card_files(result, base.directory, "gguf").items():
             (partial / name).write_bytes(content)
-    return out / file
+    return GgufFile(out / file, _whole(base) is not None)
 
 
 def base_problem(result: Result, checkpoint_dir: str | None) -> str | None:
