@@ -7,7 +7,7 @@ import regex
 import torch.nn as nn
 
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import HEAD
+from ftkit.models.architectures.architecture import HEAD, Architecture
 from ftkit.models.lora.targets import names_of, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.recipe.recipe import Train
@@ -16,6 +16,8 @@ _MATCH_S = 1.0
 """Time limit for one name; a match takes microseconds."""
 _NUMBERED = regex.compile(r"\{(first|last) ([1-9]\d*)\}")
 """Numbers of layers in an expression, counted from either end."""
+_LANGUAGE = "{language}"
+"""In an expression: every parameter of the language model, none beside it."""
 _EXAMPLES = {"only": "'layers[.]0[.]'", "freeze": "embed_tokens"}
 
 
@@ -55,7 +57,7 @@ def trained_names(base: BaseModel, train: Train) -> set[str]:
     chosen = set(names)
     for key, pattern in (("only", train.only), ("freeze", train.freeze)):
         if pattern is not None:
-            whole = _with_numbers(pattern, base.architecture.layers)
+            whole = _written_out(pattern, base.architecture)
             matching = {ours for ours, theirs in names.items() if _matches(key, whole, theirs)}
             if not matching:
                 raise _unmatched(key, pattern, base, names.values())
@@ -74,8 +76,11 @@ def trained_names(base: BaseModel, train: Train) -> set[str]:
     return chosen
 
 
-def _with_numbers(pattern: str, layers: int) -> str:
-    """Write out the layers that an expression counts: '{last 2}' of 8 becomes '(?:6|7)'."""
+def _written_out(pattern: str, architecture: Architecture) -> str:
+    """Write out what an expression names: '{last 2}' of 8 layers becomes '(?:6|7)'."""
+    layers = architecture.layers
+    beside = "|".join(regex.escape(f"{name}.") for name in architecture.beside)
+    pattern = pattern.replace(_LANGUAGE, f"^(?!{beside})" if beside else "^")
 
     def numbers(match: regex.Match[str]) -> str:
         count = min(int(match[2]), layers)

@@ -144,7 +144,8 @@ class Train:
     take no gradients, no optimizer state and no space in checkpoints."""
     freeze: Fixed[str | None] = None
     """Only of finetune_full: do not train the parameters with a match of this regular expression in
-    their Hugging Face name, even if train.only has chosen them."""
+    their Hugging Face name, even if train.only has chosen them. {language} stands for all of the
+    language model: what images.projector and images.tower add is trained alone."""
     from_scratch: Fixed[bool] = False
     """Only of finetune_full: begin with new random weights, drawn by the seed as transformers draws
     those of such a model, instead of the weights of checkpoint_dir, whose settings and tokenizer

@@ -52,7 +52,6 @@ _PARTS = {
 }
 """Keys of parts that see, which are trained where they are false."""
 _OF_MODELS_THAT_SEE = {
-    "freeze_language_model": (False, "a frozen language model beside parts that see"),
     "image_do_pan_and_scan": (False, _PIECES),
     "crop_to_patches": (False, _PIECES),
 }
@@ -151,6 +150,8 @@ ROWS = rows_by_key(
         part(key, "flag", ours, True, "with images and finetuning_type full")
         for key, ours in _PARTS.items()
     ),
+    part("freeze_language_model", "flag", "train.freeze", False,
+         "with images and finetuning_type full"),
     *(
         Row(key=key, kind="no effect", accepts="flag", default=default,
             note=f"with images, {str(not default).lower()} is refused")
@@ -489,14 +490,17 @@ def _with_images(r: Reading, entry: dict[str, Any]) -> dict[str, Any]:
     for key, (default, why) in _OF_MODELS_THAT_SEE.items():
         if r[key] is not default:
             r.refuse(key, why)
-    trained = [key for key in _PARTS if not r[key]]
-    for key in trained:
+    parts = [key for key in _PARTS if not r[key]]
+    for key in parts:
         r.recipe[_PARTS[key]] = True
-        if r["finetuning_type"] != "full":
+    if r["freeze_language_model"]:
+        r.recipe["train.freeze"] = "{language}"
+    if r["finetuning_type"] != "full":
+        for key in (*parts, *["freeze_language_model"] * r["freeze_language_model"]):
             r.refuse(key, "adapters in parts that see")
-    if len(trained) == 1:
+    if len(parts) == 1:
         r.tell(
-            f"{trained[0]}: Qwen3-VL's deepstack_merger_list is part of the projector here, and "
+            f"{parts[0]}: Qwen3-VL's deepstack_merger_list is part of the projector here, and "
             "of the tower in LLaMA-Factory"
         )
     return {key: r[key] for key in ("image_max_pixels", "image_min_pixels")}

@@ -883,7 +883,8 @@ def test_images_of_llama_factory_have_its_sizes(
 )
 def test_parts_that_axolotl_trains_are_trained(keys: dict[str, Any], parts: set[str]) -> None:
     recipe = keys_of(AXOLOTL, **{**SEEING, **keys})
-    assert {key for key in ("images.projector", "images.tower") if recipe.get(key)} == parts
+    known = ("images.projector", "images.tower", "train.freeze")
+    assert {key for key in known if recipe.get(key)} == parts
     assert recipe["data"]["init_args"]["train_on"] == "assistant"
 
 
@@ -914,13 +915,18 @@ def test_what_axolotl_does_otherwise_with_images_is_refused(
             {"images.projector", "images.tower"},
         ),
         ({"dataset": "own", "freeze_vision_tower": False}, set()),
+        (
+            {"freeze_multi_modal_projector": False, "freeze_language_model": True},
+            {"images.projector", "train.freeze"},
+        ),
     ],
 )
 def test_parts_that_llama_factory_trains_whole_are_trained(
     keys: dict[str, Any], parts: set[str]
 ) -> None:
     recipe = keys_of(FACTORY | {"dataset": "seen", "finetuning_type": "full"} | keys)
-    assert {key for key in ("images.projector", "images.tower") if recipe.get(key)} == parts
+    known = ("images.projector", "images.tower", "train.freeze")
+    assert {key for key in known if recipe.get(key)} == parts
 
 
 @pytest.mark.parametrize(
@@ -928,7 +934,7 @@ def test_parts_that_llama_factory_trains_whole_are_trained(
     [
         ("freeze_vision_tower", {"freeze_vision_tower": False}),
         ("freeze_multi_modal_projector", {"freeze_multi_modal_projector": False}),
-        ("freeze_language_model", {"freeze_language_model": True}),
+        ("freeze_language_model", {"freeze_language_model": True}),  # with LoRA
         ("image_do_pan_and_scan", {"image_do_pan_and_scan": True}),
         ("crop_to_patches", {"crop_to_patches": True}),
         ("media_dir", {"media_dir": "elsewhere"}),

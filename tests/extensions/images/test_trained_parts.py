@@ -42,6 +42,7 @@ OF_OTHERS: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
 """The same, of families of the matrix."""
 ALL_NAMES = NAMES | OF_OTHERS
 STAGE = "strategy.stage"
+WITHOUT_LANGUAGE = ("train.freeze", "{language}")
 TEXTS = (1, 0, 0, 2, 0, 0, 0, 1)
 """Images of records of which several steps have none."""
 
@@ -67,11 +68,13 @@ class Layout:
     @property
     def alone(self) -> "Layout":
         """The one that it is compared with."""
-        return Layout(method=self.method, by_record=self.by_record)
+        more = tuple(one for one in self.more if one[0] != STAGE)
+        return Layout(method=self.method, by_record=self.by_record, more=more)
 
 
 ALONE, PAIRS = Layout(), Layout(by_record=True)
 LORA = Layout(method="lora")
+FROZEN = Layout(more=(WITHOUT_LANGUAGE,))
 OFTEN = [
     *((*one, Layout("fsdp", 1, is_resumed=True)) for one in NAMES if one[1] != PROJECTOR),
     ("llava", PROJECTOR, Layout("ddp", 2)),
@@ -79,6 +82,7 @@ OFTEN = [
     ("llava", BOTH, Layout("fsdp", 1, is_resumed=True, by_record=True)),
     ("llava", BOTH, Layout("fsdp", 2, method="lora")),
     ("llava", BOTH, Layout(micro_batch_size=2)),
+    ("llava", PROJECTOR, Layout("fsdp", 1, by_record=True, more=FROZEN.more)),
     ("llava", BOTH, Layout("deepspeed", 1, is_resumed=True, by_record=True)),
 ]
 OTHERS = [
@@ -153,7 +157,7 @@ def trained(
     train = make_run(tmp_path_factory)
     loops = chosen(request, test_losses_are_those_of_a_plain_loop)
     wanted = [(params["kind"], params["parts"], ALONE) for params in loops]
-    wanted += [("llava", BOTH, PAIRS)]
+    wanted += [("llava", BOTH, PAIRS), ("llava", PROJECTOR, FROZEN)]
     for params in chosen(request, test_every_layout_learns_the_same):
         own = params["kind"], params["parts"]
         wanted += [(*own, params["layout"]), (*own, params["layout"].alone)]
@@ -203,6 +207,19 @@ def test_losses_are_those_of_a_plain_loop(
         torch.testing.assert_close(final[name], expected, rtol=0, atol=5e-5)
         is_as_before = torch.equal(final[name], frozen[name])
         assert is_as_before == torch.equal(expected, frozen[name]), name
+
+
+def test_a_part_is_trained_without_the_language_model(trained: Found, folder: Path) -> None:
+    rows, found = _rows(folder / "chats.jsonl"), trained("llava", PROJECTOR, FROZEN)
+    names = NAMES["llava", PROJECTOR]
+    loop = PlainLoop("llava", folder / "llava", folder, beside=names)
+    for name, parameter in loop.model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in names))
+    losses = loop.losses_of([rows] * STEPS, RATE, EPS, DECAY)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    final = PlainLoop("llava", found.out_dir / "final", folder).model.state_dict()
+    for name, expected in loop.model.state_dict().items():
+        torch.testing.assert_close(final[name], expected, rtol=0, atol=5e-5)
 
 
 def test_a_step_without_images_leaves_what_sees_as_it_is(trained: Found, folder: Path) -> None:
