@@ -100,8 +100,8 @@ def export(result: Result, options: ExportOptions) -> int:
         )
         if written.is_part:
             print_shown(
-                "mmproj:    llama.cpp's convert_hf_to_gguf.py --mmproj writes what sees or hears; "
-                "it is not in this file"
+                "mmproj:    what sees or hears is not in this file; llama.cpp's "
+                "convert_hf_to_gguf.py --mmproj writes it, of models that it knows"
             )
     return 0
 

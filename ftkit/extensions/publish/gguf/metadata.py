@@ -59,7 +59,11 @@ def complete_settings(
             f"{'The language model of ' * is_part}{name} is of the family {family}, but GGUF "
             f"files are written of {', '.join(ARCHITECTURES)}. Try --format hf, and llama.cpp's "
             "own convert_hf_to_gguf.py"
-            + ("; with --mmproj it writes what sees or hears." if is_part else ".")
+            + (
+                "; with --mmproj it writes what sees or hears, of models that it knows."
+                if is_part
+                else "."
+            )
         )
     from transformers import AutoConfig
 
