@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command import Command
 from seeing_models import FIRST, PlainLoop
 
@@ -16,19 +15,6 @@ from ftkit.cli.app import run
 pytestmark = pytest.mark.slow
 
 _TOKENS = 6
-
-
-def _greedily(loop: PlainLoop, row: dict[str, Any]) -> str:
-    """The answer of transformers' model, computed anew for each token."""
-    question = row | {"messages": [row["messages"][0], {"role": "assistant", "content": ""}]}
-    inputs, labels = loop.sample(question)
-    length = labels.shape[1] - 2  # without the end of the empty answer, and the line behind it
-    ids = inputs["input_ids"][:, :length]
-    for _ in range(_TOKENS):
-        with torch.no_grad():
-            logits = loop.model(**loop.given(inputs, ids)).logits
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-    return loop.decode(ids[0, length:].tolist())
 
 
 @pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5", "llava_onevision"])
@@ -42,7 +28,7 @@ def test_answers_to_records_are_those_of_transformers(
     assert ended.returncode == 0, ended.stderr
     loop = PlainLoop(kind, seen / kind, seen)
     found = json.loads(ended.stdout)
-    assert [one["answer"] for one in found] == [_greedily(loop, row) for row in rows]
+    assert [one["answer"] for one in found] == [loop.answer(row, _TOKENS) for row in rows]
     assert [len(one.get("images", ())) for one in found] == [
         len(row.get("images", ())) for row in rows
     ]
@@ -57,7 +43,7 @@ def test_a_prompt_takes_images(ftkit: Command, seen: Path, rows: list[dict[str, 
         *("generate", seen / "llava", *images, "--prompt", text, "--format", "json"),
         *("--max_new_tokens", _TOKENS),
     )
-    assert json.loads(ended.stdout)["answer"] == _greedily(loop, row)
+    assert json.loads(ended.stdout)["answer"] == loop.answer(row, _TOKENS)
 
 
 def test_a_chat_takes_images(
@@ -78,7 +64,7 @@ def test_a_chat_takes_images(
     assert run([*words, "--max_new_tokens", str(_TOKENS)]) == 0
     _, refused, answered = map(json.loads, capsys.readouterr().out.splitlines())
     assert "no.png is not there" in refused["error"]
-    assert answered["answer"] == _greedily(loop, row)
+    assert answered["answer"] == loop.answer(row, _TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +88,7 @@ def test_a_chat_in_python_takes_images(seen: Path, rows: list[dict[str, Any]]) -
     text = row["messages"][0]["content"].replace("<image>", "")
     with python.chat(seen / "llava", max_new_tokens=_TOKENS) as chat:
         answer = chat.ask(text, [seen / image for image in row["images"]])
-    assert answer.text == _greedily(loop, row)
+    assert answer.text == loop.answer(row, _TOKENS)
 
 
 def test_an_instruction_takes_images(ftkit: Command, seen: Path, tmp_path: Path) -> None:
@@ -113,6 +99,7 @@ def test_an_instruction_takes_images(ftkit: Command, seen: Path, tmp_path: Path)
     (found,) = json.loads(ftkit("generate", seen / "llava", *words).stdout)
     loop = PlainLoop("llava", seen / "llava", seen)
     asked = {"role": "user", "content": "<image>what colour\n\nis it"}
-    assert found["answer"] == _greedily(loop, {"messages": [asked], "images": record["images"]})
+    row = {"messages": [asked], "images": record["images"]}
+    assert found["answer"] == loop.answer(row, _TOKENS)
     assert found["instruction"] == record["instruction"]
     assert [Path(image).name for image in found["images"]] == ["0.png"]
