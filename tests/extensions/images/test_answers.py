@@ -2,11 +2,15 @@
 
 import io
 import json
+import os
+import pty
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Command
+from messages import says
 from seeing_models import FIRST, PlainLoop
 
 import ftkit as python
@@ -65,6 +69,31 @@ def test_a_chat_takes_images(
     _, refused, answered = map(json.loads, capsys.readouterr().out.splitlines())
     assert "no.png is not there" in refused["error"]
     assert answered["answer"] == loop.answer(row, _TOKENS)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The other end of a terminal from which this process reads."""
+    main, own = pty.openpty()
+    with os.fdopen(own) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield main
+    os.close(main)
+
+
+def test_a_chat_on_a_terminal_takes_images(
+    seen: Path, rows: list[dict[str, Any]], terminal: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, (row, *_) = PlainLoop("llava", seen / "llava", seen), rows
+    asked = row["messages"][0]["content"].replace("<image>", "")
+    picture = seen / row["images"][0]
+    lines = ["/image", f"/image {seen}/no.png", "and this", f"/image {picture}", asked]
+    os.write(terminal, ("\n".join(lines) + "\n\x04").encode())
+    assert run(["chat", str(seen / "llava"), "--max_new_tokens", str(_TOKENS)]) == 0
+    said, aside = capsys.readouterr()
+    assert said.replace("> ", "").strip() == loop.answer(row, _TOKENS).strip()
+    assert says(aside, "/image FILE adds an image", "Write /image FILE")
+    assert says(aside, f"{seen}/no.png is not there", f"{picture} comes before the next line")
 
 
 @pytest.mark.parametrize(
