@@ -350,6 +350,7 @@ OF_PAIRS: dict[str, Row] = {
     "ms-swift": {"messages": ASKED + RED, "rejected_response": "blue", "images": [IMAGE]},
     "texts": {"prompt": "<image>what", "chosen": "red", "rejected": "blue", "images": [IMAGE]},
 }
+LABELLED = {"messages": ASKED + RED, "label": True, "images": [IMAGE]}
 GIVEN = {"messages": ASKED + RED, "images": [IMAGE]}
 RECORD = ("line 1", "images", "Remove the record")
 DATA = ("The records have images", "--objective sft")
@@ -364,6 +365,8 @@ NO_QAT = ("qat.weights is int4", "llava", "--qat.weights null")
         ("", {"objective": "simpo"}, PAIR, RECORD),
         ("", {"objective": "reward"}, PAIR, ("llava", "reward model")),
         ("", {"objective": "reward", "checkpoint_dir": "TEXT"}, PAIR, RECORD),
+        ("", {"objective": "kto"}, LABELLED, DATA),
+        ("_full", {"objective": "kto", "reference": "BASE"}, LABELLED, DATA),
         ("", {"objective": "distill", "teacher": "BASE"}, GIVEN, DATA),
         ("_full", {"qat.weights": "int4"}, GIVEN, NO_QAT),
         ("_full", {"qat.weights": "int4", "images.projector": True}, GIVEN, NO_QAT),
