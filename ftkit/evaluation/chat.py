@@ -103,9 +103,12 @@ def chat(result: Result, options: ChatOptions) -> int:
     for line in _lines():
         if not line.strip():
             continue
-        if line.startswith(f"{IMAGE} "):
-            images.append(line.removeprefix(IMAGE).strip())
-            _print_aside(f"{images[-1]} comes before the next line")
+        if line.split()[0] == IMAGE:
+            if file := line.strip().removeprefix(IMAGE).strip():
+                images.append(file)
+                _print_aside(f"{file} comes before the next line")
+            else:
+                _print_aside(f"{IMAGE} names no file. Write {IMAGE} FILE.")
             continue
         if not _is_text(line):
             _print_aside(

@@ -34,17 +34,18 @@ def with_encoder(base: BaseModel, plan: Plan, kinds: Iterable[str]) -> BaseModel
     found = sorted({*kinds})
     if not found:
         return base
+    row = media_row(found[0])
     if companion_row(plan.recipe.objective) is not None:
         raise UserError(
-            f"The records have {found[0]}s, but the other model of the objective is given none so "
+            f"The records have {row.noun}, but the other model of the objective is given none so "
             "far. Try --objective sft."
         )
     if plan.kind.compiles_shapes:
         raise UserError(
-            f"The records have {found[0]}s, whose sizes differ, but {plan.accelerator} devices "
+            f"The records have {row.noun}, whose sizes differ, but {plan.accelerator} devices "
             "compile a program for each size. Try another --accelerator."
         )
-    made = base.architecture.with_encoder(media_row(found[0]).encoder_place)
+    made = base.architecture.with_encoder(row.encoder_place)
     return dataclasses.replace(base, architecture=made)
 
 

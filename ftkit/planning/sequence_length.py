@@ -17,6 +17,7 @@ import numpy as np
 
 from ftkit.data.dataset import SPLITS, Split, find_part
 from ftkit.data.prepare import Prepared, fit, make_renderer
+from ftkit.data.records.media import media_row
 from ftkit.data.records.record import Record, has_weights
 from ftkit.data.rendering import Renderer
 from ftkit.data.samples.sample_set import Samples
@@ -210,8 +211,7 @@ class SequenceLength:
         """Length and its source as a text."""
         count = f"{self.tokens:,} tokens"
         if self.media is not None:
-            most = len(self.media.sizes)
-            count += f" (and {most} {self.media.kind}{'s' * (most > 1)})"
+            count += f" (and {media_row(self.media.kind).count_text(len(self.media.sizes))})"
         lacking = "the data are not known"
         if self.lacks == "tokenizer":
             lacking = "the tokenizer is not on this machine"

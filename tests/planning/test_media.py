@@ -8,6 +8,7 @@ from ftkit.data.records.media import Medium
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.sample_set import JoinedSamples, SampleSet
 from ftkit.planning.media import heaviest_media, heaviest_of, size_of, with_media
+from ftkit.planning.sequence_length import SequenceLength
 from ftkit.planning.simulate import largest_micro_batch
 from ftkit.strategies.step_memory import MediaSize, MicroBatchSize
 
@@ -75,3 +76,19 @@ def test_lengths_of_sequences_with_media_are_their_own() -> None:
     assert row.lengths == (30, 12, 40, 11, 10)
     longest = dataclasses.replace(row, positions=30, sequences=3, tokens=50)
     assert longest.lengths == (30, 12, 8)
+
+
+@pytest.mark.extensions
+@pytest.mark.parametrize(
+    ("kind", "count", "words"),
+    [
+        ("image", 1, "1 image"),
+        ("image", 3, "3 images"),
+        ("audio", 1, "1 piece of audio"),
+        ("audio", 3, "3 pieces of audio"),
+    ],
+)
+def test_media_of_the_longest_sample_are_counted(kind: str, count: int, words: str) -> None:
+    known = MediaSize(kind=kind, lengths=(9,), sizes=(4,) * count)
+    length = SequenceLength(tokens=300, source="data", media=known)
+    assert length.words == f"300 tokens (and {words}): the longest sample"

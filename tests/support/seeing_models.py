@@ -584,6 +584,16 @@ def write_chats(
     return rows
 
 
+def write_pairs(file: Path, counts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """As `write_chats`, of eight chats of which any two tell by their tokens which they are."""
+    rows = write_chats(file, counts)
+    # Of no other two is the sum the same (Mian and Chowla).
+    for count, row in zip((1, 2, 4, 8, 13, 21, 31, 45), rows, strict=True):
+        row["messages"][0]["content"] += " it" * (20 * count)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
 class PlainLoop:
     """Training by transformers alone: its image processor and model, sample by sample."""
 
@@ -623,6 +633,7 @@ class PlainLoop:
         rate: float,
         eps: float,
         weight_decay: float = 0.0,
+        after_step: Callable[[], None] = lambda: None,
     ) -> list[float]:
         """Train on some rows in each step; returns the losses."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -642,6 +653,7 @@ class PlainLoop:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss_sum)
+            after_step()
         return losses
 
     @torch.no_grad()
@@ -655,6 +667,27 @@ class PlainLoop:
             for inputs, labels in samples
         )
         return float(sum(sums)) / sum(int((labels != -100).sum()) for _, labels in samples)
+
+    @torch.no_grad()
+    def answer(self, row: dict[str, Any], longest: int) -> str:
+        """The answer to the question of a row, computed anew for each token."""
+        question = row | {"messages": [row["messages"][0], {"role": "assistant", "content": ""}]}
+        inputs, labels = self.sample(question)
+        length = labels.shape[1] - 2  # without the end of the empty answer, and the line behind it
+        ids = inputs["input_ids"][:, :length]
+        for _ in range(longest):
+            logits = self.model(**self.given(inputs, ids)).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        return self.decode(ids[0, length:].tolist())
+
+    def by_tokens(self, rows: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+        """Any two rows of `write_pairs`, by the input tokens of both."""
+        lengths = [len(self.sample(row)[0]["input_ids"][0]) - 1 for row in rows]
+        pairs = {
+            lengths[i] + lengths[k]: [rows[i], rows[k]] for k in range(len(rows)) for i in range(k)
+        }
+        assert len(pairs) == len(rows) * (len(rows) - 1) // 2
+        return pairs
 
     def sample(self, row: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
         """Inputs of the model and labels of a row."""

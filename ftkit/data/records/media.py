@@ -120,7 +120,7 @@ class MediaNumbers:
         each = f"{least:,} to {most:,} tokens, median {self.median_tokens:,}"
         if least == most:
             each = f"{least:,} token{'s' * (least != 1)}"
-        named = f"{self.count:,} {self.kind}{'s' * (self.count != 1)}"
+        named = media_row(self.kind).count_text(self.count)
         return f"{named} of {each}; {percent_text(self.share)} of all tokens"
 
 
@@ -138,6 +138,10 @@ class MediaKind:
     """A kind of media."""
 
     name: str
+    noun: str
+    """Such media in a sentence, such as images."""
+    counted: tuple[str, str]
+    """One and several of them behind a number, such as piece of audio and pieces of audio."""
     mark: str
     """Place in the texts of a record whose media stand in a column."""
     columns: tuple[str, ...]
@@ -166,6 +170,10 @@ class MediaKind:
     simulated_place: str
     """MODULE:FUNCTION that takes a base model, the size of a micro-batch and the
     number format of the model, and returns the media as its reader does, on the meta device."""
+
+    def count_text(self, count: int) -> str:
+        """Return a number of such media in words, such as "10 pieces of audio"."""
+        return f"{count:,} {self.counted[count != 1]}"
 
 
 class Prompter(Protocol):
@@ -452,4 +460,4 @@ def reference_to(
 
 
 def _names(record: Record) -> str:
-    return " and ".join(sorted({f"{found.kind}s" for found in record[MEDIA]}))
+    return " and ".join(sorted({media_row(found.kind).noun for found in record[MEDIA]}))

@@ -242,10 +242,26 @@ class DeepSpeed(Strategy):
         self._leaves_out, update = False, self._zero._optimizer_step
 
         def step(number: int) -> None:
-            if not (self._leaves_out and _is_apart(self._zero, number)):
+            if not _is_apart(self._zero, number):
                 update(number)
+            elif not self._leaves_out:
+                with self._without_average_alone(number):
+                    update(number)
 
         self._zero._optimizer_step = step
+
+    @contextmanager
+    def _without_average_alone(self, number: int) -> Iterator[None]:
+        """Context in which a partition has no state if it has an average alone.
+
+        All steps before have left it out, and optimizers only begin their state where there is
+        none.
+        """
+        state = self._zero.optimizer.state[self._state().partitions()[number]]
+        average = state.pop(AVERAGE) if [*state] == [AVERAGE] else None
+        yield
+        if average is not None:
+            state[AVERAGE] = average
 
     def _keep_gathered(self, parameters: list[Any]) -> None:
         """Gather parameters now and after each update, as DeepSpeed does it with small ones.
@@ -594,11 +610,12 @@ class ZeroState:
         whole_steps = type(self._inner).__module__.startswith("deepspeed.")
         for is_apart in (False, True):
             own = scalars_of(scalars, left_out=is_apart)
+            # Where every step has left them out, they have an average alone.
+            is_updated = not scalars or bool(own)
             for flat in self._partitions_of(is_apart):
-                if scalars and not own:  # every step has left them out
-                    continue
+                found = (kind for kind in wanted if is_updated or kind == AVERAGE)
                 state = self._inner.state[flat]
-                state.update({kind: torch.zeros_like(flat.data) for kind in wanted})
+                state.update({kind: torch.zeros_like(flat.data) for kind in found})
                 for key, value in own.items():
                     state[key] = int(value) if whole_steps else torch.tensor(value)
         if not hasattr(self._zero, "fp32_partitioned_groups_flat"):

@@ -19,6 +19,7 @@ from ftkit.models.architectures.transformers_architecture import TransformersArc
 from ftkit.models.architectures.transformers_outline import compute_buffers
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.transformers_storage import TransformersStorage
+from ftkit.models.pretrained.weight_files import DTYPES, WeightTensor
 
 
 class TowerEncoder:
@@ -110,12 +111,41 @@ class TowerEncoder:
             if isinstance(tensor, nn.Parameter):
                 value = torch.empty(tensor.shape, dtype=dtype, device=device)
                 if rest:
-                    value = stored[f"{self._prefix}{name}"].read().to(device, dtype, copy=True)
+                    value = self._read(stored, name, tensor).to(device, dtype, copy=True)
                 setattr(module, kind, nn.Parameter(value, requires_grad=False))
             elif name in self._tables:
                 module._buffers[kind] = self._tables[name].to(device, copy=True)
             elif rest:  # a table that files hold
-                module._buffers[kind] = stored[f"{self._prefix}{name}"].read().to(device)
+                module._buffers[kind] = self._read(stored, name, tensor).to(device)
+
+    def _read(self, stored: Mapping[str, WeightTensor], name: str, wanted: Tensor) -> Tensor:
+        """Read a tensor of the files, which keep what they do not train as it is.
+
+        Args:
+            stored: by names in transformers' model.
+            name: without the prefix.
+            wanted: of the model, without numbers.
+
+        Raises:
+            UserError: it is missing, or is not what the model needs.
+        """
+        full = f"{self._prefix}{name}"
+        if (found := stored.get(full)) is None:
+            raise UserError(
+                f"The weights of the base model lack {full}, without which media cannot be "
+                "encoded. Download them again."
+            )
+        if found.shape != wanted.shape:
+            raise UserError(
+                f"{full} of the base model has shape {list(found.shape)}, but the model's settings "
+                f"say {list(wanted.shape)}. Take both from the same model."
+            )
+        if wanted.is_floating_point() and found.dtype not in DTYPES.values():
+            raise UserError(
+                f"{full} of the base model is stored as {found.dtype}, without the scales and the "
+                "settings that make numbers of it. Give the original model instead of this copy."
+            )
+        return found.read()
 
     @property
     def modules(self) -> list[nn.Module]:

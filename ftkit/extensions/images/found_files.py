@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from ftkit.data.records.media import BadMedium, MediaFile
+from ftkit.data.records.media import BadMedium, MediaFile, media_row
 from ftkit.data.records.record import Misfit, kind_of
 from ftkit.errors import UserError
 from ftkit.utils.files import cache_root
@@ -46,6 +46,10 @@ class FilesOf:
     check: Callable[[bytes], Any]
     """Raises a `BrokenMedium` for content whose header says that it cannot be read."""
 
+    @property
+    def _noun(self) -> str:
+        return media_row(self.kind).noun
+
     def reference(
         self, value: Any, folder: Path | None, *, names_files: bool = True
     ) -> dict[str, Any]:
@@ -67,7 +71,7 @@ class FilesOf:
             if not names_files:
                 raise Misfit(
                     f": its {self.kind} is the path {_short(str(held.path))}, but data that were "
-                    f"downloaded hold their {self.kind}s.\n{_REMOVE}"
+                    f"downloaded hold their {self._noun}.\n{_REMOVE}"
                 )
             try:
                 content = read_file(held.path)
@@ -118,7 +122,7 @@ class FilesOf:
             partial.replace(file)
         except OSError as error:
             raise UserError(
-                f"An {self.kind} of the records cannot be kept in {file.parent} "
+                f"The {self._noun} of the records cannot be kept in {file.parent} "
                 f"({error.strerror}).\nSet FTKIT_CACHE_DIR to a directory that can be written."
             ) from None
         return file
@@ -139,8 +143,8 @@ class FilesOf:
         scheme = urlsplit(value).scheme.lower()
         if scheme in ("http", "https", "ftp", "s3", "gs", "hf"):
             raise Misfit(
-                f": its {self.kind} is {_short(value)}, but ftkit fetches no {self.kind}s.\n"
-                "Download them, such as with curl --remote-name URL, and give their paths."
+                f": its {self.kind} is {_short(value)}, but ftkit fetches no {self._noun}.\n"
+                "Download the files, such as with curl --remote-name URL, and give their paths."
             )
         path = Path(unquote(urlsplit(value).path)) if scheme == "file" else Path(value).expanduser()
         if path.is_absolute():
@@ -148,7 +152,7 @@ class FilesOf:
         if folder is None:
             raise Misfit(
                 f": its {self.kind} is the path {_short(value)}, but records that are in no file "
-                f"of this machine hold their {self.kind}s.\n{_REMOVE}"
+                f"of this machine hold their {self._noun}.\n{_REMOVE}"
             )
         return _Named(folder / path, is_relative=True)
 

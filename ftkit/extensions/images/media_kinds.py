@@ -16,6 +16,8 @@ _HERE = "ftkit.extensions.images"
 ROWS = (
     MediaKind(
         name="image",
+        noun="images",
+        counted=("image", "images"),
         mark="<image>",
         columns=("images", "image"),
         parts=("image", "image_url"),
@@ -34,6 +36,8 @@ ROWS = (
     ),
     MediaKind(
         name="audio",
+        noun="audio",
+        counted=("piece of audio", "pieces of audio"),
         mark="<audio>",
         columns=("audios", "audio"),
         parts=("audio", "audio_url"),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from ftkit.data.records.media import media_row
 from ftkit.errors import UserError
 from ftkit.extensions.images.families import Family, MediaSettings
 from ftkit.extensions.images.found_files import FilesOf
@@ -42,7 +43,7 @@ class MediaModel(ABC):
         Raises:
             UserError: ftkit cannot give such media to this model.
         """
-        media = f"{self.kind}s"
+        media = media_row(self.kind).noun
         if find_spec("transformers.vision_utils") is None:
             raise UserError(
                 f"The records have {media}, which need a newer transformers than "

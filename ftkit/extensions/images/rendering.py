@@ -14,6 +14,7 @@ from ftkit.data.records.media import (
     PLACES,
     Medium,
     Prompt,
+    media_row,
     moved_places,
     place_of,
 )
@@ -46,8 +47,9 @@ def renderer(part: Part, tokenizer: Any) -> Renderer:
     (kind,) = part.media
     if part.rules.chat_template is None:
         raise UserError(
-            f"The records of {part.name} have {kind}s, which only a chat template writes, but "
-            "their prompts are made by a prompt style.\nTry --data.chat_template tokenizer."
+            f"The records of {part.name} have {media_row(kind).noun}, which only a chat template "
+            "writes, but their prompts are made by a prompt style.\n"
+            "Try --data.chat_template tokenizer."
         )
     plain = ChatRenderer.of(part.rules, tokenizer)
     if tokenizer is None:
@@ -231,9 +233,10 @@ class _MediaPrompter:
     def encode(self, text: str, media: Sequence[Mapping[str, Any]]) -> Prompt:
         """Encode a prompt with media."""
         if self._model.token in text:
+            noun = media_row(self.kind).noun
             raise UserError(
-                f"The prompt has {self._model.token}, which stands for an {self.kind} in this "
-                "model.\nLeave it out."
+                f"The prompt has {self._model.token}, which stands for {noun} in this model.\n"
+                "Leave it out."
             )
         record = {MEDIA: media}
         found = _read(self._model, [record])

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ftkit.data.records.media import PLACES, place_of
+from ftkit.data.records.media import PLACES, media_row, place_of
 from ftkit.models.chat_templates.template import ChatTemplate, Message, TemplateRefusal
 
 Takes = Literal["texts", "parts for media", "parts"]
@@ -64,13 +64,14 @@ class MediaTemplate(ChatTemplate):
         add_generation_prompt: bool,
         variables: Mapping[str, object],
     ) -> tuple[str, list[tuple[int, str]]]:
+        row = media_row(self.kind)
         places = [p for message in messages for p in PLACES.findall(message["content"] or "")]
         if self.takes == "texts":
             text, blocks = super()._run(messages, tools, add_generation_prompt, variables)
             # One that leaves out a message would give its medium to the next place.
             if (written := PLACES.findall(text)) != places:
                 raise TemplateRefusal(
-                    f"the template writes {len(written)} {self.kind}s for {len(places)}, or in "
+                    f"the template writes {row.count_text(len(written))} for {len(places)}, or in "
                     "another order"
                 )
             return text, blocks
@@ -84,7 +85,7 @@ class MediaTemplate(ChatTemplate):
         found = text.count(self.mark)
         if found != len(places):
             raise TemplateRefusal(
-                f"the template writes {found} {self.kind}s for {len(places)}; or a text has "
+                f"the template writes {row.count_text(found)} for {len(places)}; or a text has "
                 f"{self.mark}"
             )
         return _with_places(text, blocks, self.mark, places)

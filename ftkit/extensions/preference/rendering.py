@@ -67,6 +67,9 @@ class LabelRenderer(_PreferenceRenderer):
     def text(self, record: Record) -> str:
         return self._of_answers.text(record)
 
+    def size(self, record: Record) -> tuple[int, Sequence[int]]:
+        return self._of_answers.size(record)
+
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         for record, rendering in zip(records, self._of_answers.render(records), strict=True):
             if rendering.refused is None and len(rendering.samples) != 1:

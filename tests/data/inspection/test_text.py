@@ -290,14 +290,21 @@ def test_media_leave_room_for_the_tokens_of_a_long_sample() -> None:
     assert f"... {MOST_TOKENS + 3:,} tokens ..." in text
 
 
-def test_numbers_of_media_are_among_those_of_their_split() -> None:
+@pytest.mark.extensions
+@pytest.mark.parametrize(
+    ("kind", "one_text", "several"),
+    [("image", "1 image", "3 images"), ("audio", "1 piece of audio", "3 pieces of audio")],
+)
+def test_numbers_of_media_are_among_those_of_their_split(
+    kind: str, one_text: str, several: str
+) -> None:
     numbers = MediaNumbers(
-        kind="image", count=3, least_tokens=4, median_tokens=9, most_tokens=30, share=0.25
+        kind=kind, count=3, least_tokens=4, median_tokens=9, most_tokens=30, share=0.25
     )
     source = dataclasses.replace(SOURCE, train=dataclasses.replace(SPLIT, media=[numbers]))
     seen = dataclasses.replace(make_inspection(CHAT), sources=[source])
-    words = "3 images ... 4 to 30 tokens ... median 9 ... 25 %"
+    words = f"{several} ... 4 to 30 tokens ... median 9 ... 25 %"
     assert says(plain_text(InspectionText(seen), 120), words)
     assert says(inspection_page(seen), words)
     one = dataclasses.replace(numbers, count=1, most_tokens=4)
-    assert one.text == "1 image of 4 tokens; 25 % of all tokens"
+    assert one.text == f"{one_text} of 4 tokens; 25 % of all tokens"

@@ -2,12 +2,15 @@
 
 import io
 import json
+import os
+import pty
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command import Command
+from messages import says
 from seeing_models import FIRST, PlainLoop
 
 import ftkit as python
@@ -16,19 +19,6 @@ from ftkit.cli.app import run
 pytestmark = pytest.mark.slow
 
 _TOKENS = 6
-
-
-def _greedily(loop: PlainLoop, row: dict[str, Any]) -> str:
-    """The answer of transformers' model, computed anew for each token."""
-    question = row | {"messages": [row["messages"][0], {"role": "assistant", "content": ""}]}
-    inputs, labels = loop.sample(question)
-    length = labels.shape[1] - 2  # without the end of the empty answer, and the line behind it
-    ids = inputs["input_ids"][:, :length]
-    for _ in range(_TOKENS):
-        with torch.no_grad():
-            logits = loop.model(**loop.given(inputs, ids)).logits
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-    return loop.decode(ids[0, length:].tolist())
 
 
 @pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5", "llava_onevision"])
@@ -42,7 +32,7 @@ def test_answers_to_records_are_those_of_transformers(
     assert ended.returncode == 0, ended.stderr
     loop = PlainLoop(kind, seen / kind, seen)
     found = json.loads(ended.stdout)
-    assert [one["answer"] for one in found] == [_greedily(loop, row) for row in rows]
+    assert [one["answer"] for one in found] == [loop.answer(row, _TOKENS) for row in rows]
     assert [len(one.get("images", ())) for one in found] == [
         len(row.get("images", ())) for row in rows
     ]
@@ -57,7 +47,7 @@ def test_a_prompt_takes_images(ftkit: Command, seen: Path, rows: list[dict[str, 
         *("generate", seen / "llava", *images, "--prompt", text, "--format", "json"),
         *("--max_new_tokens", _TOKENS),
     )
-    assert json.loads(ended.stdout)["answer"] == _greedily(loop, row)
+    assert json.loads(ended.stdout)["answer"] == loop.answer(row, _TOKENS)
 
 
 def test_a_chat_takes_images(
@@ -78,7 +68,32 @@ def test_a_chat_takes_images(
     assert run([*words, "--max_new_tokens", str(_TOKENS)]) == 0
     _, refused, answered = map(json.loads, capsys.readouterr().out.splitlines())
     assert "no.png is not there" in refused["error"]
-    assert answered["answer"] == _greedily(loop, row)
+    assert answered["answer"] == loop.answer(row, _TOKENS)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The other end of a terminal from which this process reads."""
+    main, own = pty.openpty()
+    with os.fdopen(own) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield main
+    os.close(main)
+
+
+def test_a_chat_on_a_terminal_takes_images(
+    seen: Path, rows: list[dict[str, Any]], terminal: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop, (row, *_) = PlainLoop("llava", seen / "llava", seen), rows
+    asked = row["messages"][0]["content"].replace("<image>", "")
+    picture = seen / row["images"][0]
+    lines = ["/image", f"/image {seen}/no.png", "and this", f"/image {picture}", asked]
+    os.write(terminal, ("\n".join(lines) + "\n\x04").encode())
+    assert run(["chat", str(seen / "llava"), "--max_new_tokens", str(_TOKENS)]) == 0
+    said, aside = capsys.readouterr()
+    assert said.replace("> ", "").strip() == loop.answer(row, _TOKENS).strip()
+    assert says(aside, "/image FILE adds an image", "Write /image FILE")
+    assert says(aside, f"{seen}/no.png is not there", f"{picture} comes before the next line")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +117,7 @@ def test_a_chat_in_python_takes_images(seen: Path, rows: list[dict[str, Any]]) -
     text = row["messages"][0]["content"].replace("<image>", "")
     with python.chat(seen / "llava", max_new_tokens=_TOKENS) as chat:
         answer = chat.ask(text, [seen / image for image in row["images"]])
-    assert answer.text == _greedily(loop, row)
+    assert answer.text == loop.answer(row, _TOKENS)
 
 
 def test_an_instruction_takes_images(ftkit: Command, seen: Path, tmp_path: Path) -> None:
@@ -113,6 +128,7 @@ def test_an_instruction_takes_images(ftkit: Command, seen: Path, tmp_path: Path)
     (found,) = json.loads(ftkit("generate", seen / "llava", *words).stdout)
     loop = PlainLoop("llava", seen / "llava", seen)
     asked = {"role": "user", "content": "<image>what colour\n\nis it"}
-    assert found["answer"] == _greedily(loop, {"messages": [asked], "images": record["images"]})
+    row = {"messages": [asked], "images": record["images"]}
+    assert found["answer"] == loop.answer(row, _TOKENS)
     assert found["instruction"] == record["instruction"]
     assert [Path(image).name for image in found["images"]] == ["0.png"]

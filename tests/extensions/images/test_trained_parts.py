@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_jobs import NO_EVALUATION, Case, Outcome, assert_same_maths, chosen, make_run
-from seeing_models import KINDS, PlainLoop, save_model, write_chats
+from seeing_models import KINDS, PlainLoop, save_model, write_chats, write_pairs
 
 from ftkit.cli.app import run
 from ftkit.recipe.recipe import Method
@@ -104,18 +104,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("seen")
     write_chats(folder / "chats.jsonl")
     (folder / "texts").mkdir()
-    rows = write_chats(folder / "texts/chats.jsonl", TEXTS)
-    # Any two records have another number of tokens than any other two (Mian and Chowla).
-    for count, row in zip((1, 2, 4, 8, 13, 21, 31, 45), rows, strict=True):
-        row["messages"][0]["content"] += " it" * (20 * count)
-    _write(folder / "texts/chats.jsonl", rows)
+    write_pairs(folder / "texts/chats.jsonl", TEXTS)
     for kind in KINDS:
         save_model(kind, folder / kind)
     return folder
-
-
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -226,11 +218,7 @@ def test_a_step_without_images_leaves_what_sees_as_it_is(trained: Found, folder:
     folder_of_texts = folder / "texts"
     rows = _rows(folder_of_texts / "chats.jsonl")
     loop = PlainLoop("llava", folder / "llava", folder_of_texts, beside=NAMES["llava", BOTH])
-    lengths = [len(loop.sample(row)[0]["input_ids"][0]) - 1 for row in rows]
-    pairs = {
-        lengths[i] + lengths[k]: [rows[i], rows[k]] for k in range(len(rows)) for i in range(k)
-    }
-    assert len(pairs) == len(rows) * (len(rows) - 1) // 2
+    pairs = loop.by_tokens(rows)
     found = trained("llava", BOTH, PAIRS)
     steps = [pairs[int(row["tokens"] or 0)] for row in found.rows]
     with_images = [any("images" in row for row in step) for step in steps]

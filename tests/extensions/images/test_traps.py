@@ -438,7 +438,7 @@ def test_a_template_that_leaves_out_a_message_with_an_image_is_refused(
     data, _ = load(folder, val_split_fraction=0, chat_template=source)
     assert data.counts["train"].used == 3
     (reason,) = data.counts["train"].reasons
-    assert says(reason, "1 images for 2")
+    assert says(reason, "1 image for 2")
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "tool_calls"])
