@@ -60,15 +60,15 @@ STYLES[EVERYTHING] = Style(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models and chats; the models also rounded, and in FP8 beside what that stands for."""
+    """Two models and chats; the models also in FP8 beside what that stands for, one rounded."""
     folder = tmp_path_factory.mktemp("seen")
     write_chats(folder / "chats.jsonl")
     (folder / "late").mkdir()
     write_pairs(folder / "late/chats.jsonl", LATE)
     for kind in ("llava", "qwen2_5_vl"):
         save_model(kind, folder / kind)
-        _round(folder / kind, folder / f"{kind}-rounded")
         in_fp8(folder / kind, folder / f"{kind}-fp8", EVERYTHING)
+    _round(folder / "llava", folder / "llava-rounded")
     return folder
 
 
@@ -157,7 +157,7 @@ PACKED = {
     "stored": Layout("qwen2_5_vl-fp8/packed", strategy="fsdp", keys=ALONE["stored"].keys),
 }
 OFTEN = ("ZeRO-3", "nf4")
-"""Layouts of two ranks outside the matrix: averages that steps leave out, begun by another run."""
+"""Outside the matrix: what has to find and to keep averages beside no state, and one of QLoRA."""
 Runs = Callable[[str | Layout], Outcome]
 
 
@@ -167,7 +167,6 @@ def runs(
 ) -> Runs:
     """Gives the run of a name in ALONE, or of a layout of two ranks that the tests need."""
     train = make_run(tmp_path_factory)
-    # DeepSpeed last: behind it, a run under fsdp in the same processes takes minutes.
     params = chosen(request, test_packed_weights_learn_the_same_on_two_ranks)
     wanted = [PACKED[one["name"]] for one in params]
     params = chosen(request, test_averages_that_steps_leave_out_are_the_same_on_any_layout)
