@@ -269,6 +269,7 @@ said="$*"
 case "$said" in
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo venv >>calls ;;
   *compileall*) ;;
+  *"import soundfile"*) [[ ! -e no_libsndfile ]]; exit ;;
   *--only-binary*uv) [[ -e no_uv ]] && exit 1 ;;
   *uv_pip.py*) echo "uv ${said##*constraints.txt }" >>calls && cat uv_says 2>/dev/null && exit 1 ;;
   *"-m pip"*) echo "pip ${said##*constraints.txt }" >>calls && cat pip_says 2>/dev/null && exit 1 ;;
@@ -346,6 +347,12 @@ def install(what: str) -> list[str]:
 def test_set_up_installs_torch_and_then_ftkit(setup: SetUp) -> None:
     assert setup.run().returncode == 0
     assert setup.calls() == [*FRESH, *install(".")]
+
+
+def test_soundfile_that_uv_has_installed_without_its_library_comes_from_pip(setup: SetUp) -> None:
+    (setup.root / "no_libsndfile").touch()
+    assert setup.run("--dev").returncode == 0
+    assert "pip --force-reinstall --no-deps soundfile" in setup.calls()
 
 
 def test_a_second_set_up_does_and_says_nothing(setup: SetUp) -> None:

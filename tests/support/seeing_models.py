@@ -648,7 +648,9 @@ class PlainLoop:
                 loss = torch.nn.functional.cross_entropy(
                     logits, labels[0, 1:], ignore_index=-100, reduction="sum"
                 )
-                (loss / total).backward()
+                # A row without images has none of what alone may be trained.
+                if loss.requires_grad:
+                    (loss / total).backward()
                 loss_sum += float(loss.detach()) / total
             optimizer.step()
             optimizer.zero_grad()
