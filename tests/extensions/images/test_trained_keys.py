@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFReader
 from messages import message_of, says
 from seeing_models import save_model, write_chats
 from tiny import make_llama
@@ -61,3 +62,18 @@ def test_data_without_images_change_no_projector(folder: Path, tmp_path: Path) -
     asked = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
     said = message_of(run, ["finetune_full", *asked])
     assert says(said, "images.projector is true", "--images.projector false")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_trained_projector_has_its_language_model_written(
+    folder: Path, tmp_path: Path
+) -> None:
+    keys = KEYS | {"checkpoint_dir": str(folder / "llava"), "out_dir": str(tmp_path / "out")}
+    keys |= {"data.path": str(folder / "chats.jsonl"), "devices": 1, "train.max_steps": 1}
+    asked = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
+    assert run(["finetune_full", *asked]) == 0
+    (checkpoint,) = (tmp_path / "out/checkpoints").glob("step-*")
+    assert run(["export", str(checkpoint), "--format", "gguf", "--out", str(tmp_path / "a")]) == 0
+    names = {tensor.name for tensor in GGUFReader(*(tmp_path / "a").glob("*.gguf")).tensors}
+    assert run(["export", str(folder / "llava"), "--format", "gguf", "--out", f"{tmp_path}/b"]) == 0
+    assert names == {one.name for one in GGUFReader(*(tmp_path / "b").glob("*.gguf")).tensors}

@@ -105,7 +105,8 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     }
     check_space(out, file_bytes(planned))
     ours = {theirs: name for name, (theirs, _) in names.items()}
-    stored = full_weights(result, base)
+    is_beside = base.architecture.is_beside
+    stored = ((name, tensor) for name, tensor in full_weights(result, base) if not is_beside(name))
     if _whole(base) is None:
         # By Hugging Face's names and rules first; from those llama.cpp's follow.
         stored = storage_of(base.architecture, "hf").written(stored)
@@ -169,9 +170,8 @@ def _tensor_names(
     found = tensor_names(settings)
     if (whole := _whole(base)) is None:
         return found
-    alone = re.compile(r"^model\.")
     return {
-        ours: (alone.sub(f"{whole.language_name}.", theirs), shape)
+        ours: (re.sub(r"^model\.", f"{whole.language_name}.", theirs), shape)
         for ours, (theirs, shape) in found.items()
     }
 
@@ -197,7 +197,8 @@ def _pairs_beside_each_other(tensor: Tensor, head_size: int) -> Tensor:
 def _described(result: Result, base: BaseModel) -> GgufMetadata:
     from gguf import size_label
 
-    total = sum(shape.numel() for shape in parameter_shapes(base).values())
+    is_beside = base.architecture.is_beside
+    total = sum(s.numel() for name, s in parameter_shapes(base).items() if not is_beside(name))
     return {
         "general.type": "model",
         "general.name": Path(result.name).name or base.name,
