@@ -105,8 +105,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     }
     check_space(out, file_bytes(planned))
     ours = {theirs: name for name, (theirs, _) in names.items()}
-    is_beside = base.architecture.is_beside
-    stored = ((name, tensor) for name, tensor in full_weights(result, base) if not is_beside(name))
+    stored = full_weights(result, base)
     if _whole(base) is None:
         # By Hugging Face's names and rules first; from those llama.cpp's follow.
         stored = storage_of(base.architecture, "hf").written(stored)
@@ -116,6 +115,8 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
         for name, values in factors.items():
             yield name, torch.from_numpy(values)
         for theirs, tensor in stored:
+            if base.architecture.is_beside(theirs):
+                continue  # such as a trained projector
             yield ours[theirs], _as_llama_cpp(ours[theirs], tensor, settings)
 
     with output_directory(out, overwrite=options.overwrite) as partial:
