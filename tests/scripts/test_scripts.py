@@ -268,7 +268,7 @@ class SetUp:
 said="$*"
 case "$said" in
   *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo venv >>calls ;;
-  *compileall*) ;;
+  *compileall*) echo bytecode >>calls ;;
   *"import soundfile"*) [[ ! -e no_libsndfile ]]; exit ;;
   *--only-binary*uv) [[ -e no_uv ]] && exit 1 ;;
   *uv_pip.py*) echo "uv ${said##*constraints.txt }" >>calls && cat uv_says 2>/dev/null && exit 1 ;;
@@ -337,11 +337,14 @@ FROM_PIP = f"uv --force-reinstall {TORCH}"
 FOR_CUDA_12_6 = f"uv --extra-index-url https://download.pytorch.org/whl/cu126 {TORCH}+cu126"
 
 
-def install(what: str) -> list[str]:
+def install(what: str, *, deepspeed: bool = False) -> list[str]:
     """The calls that install ftkit; DeepSpeed comes where there is a compiler."""
-    alone = "uv --no-deps litgpt" + (" python-chi" if "dev" in what else "")
-    deepspeed = ["uv --no-build-isolation ninja deepspeed"] if shutil.which("g++") else []
-    return [f"uv --no-build-isolation --editable {what}", alone, *deepspeed]
+    is_for_tests = "dev" in what
+    alone = "uv --no-deps litgpt" + " python-chi" * is_for_tests
+    calls = [f"uv --no-build-isolation --editable {what}", alone]
+    if (deepspeed or is_for_tests) and shutil.which("g++"):
+        calls.append("uv --no-build-isolation ninja deepspeed")
+    return [*calls, *["bytecode"] * is_for_tests]
 
 
 def test_set_up_installs_torch_and_then_ftkit(setup: SetUp) -> None:
@@ -388,7 +391,14 @@ def test_set_up_adds_an_option_to_the_environment_it_has(setup: SetUp) -> None:
 def test_set_up_with_cuda_installs_no_cpu_build(setup: SetUp) -> None:
     run = setup.run("--cuda")
     assert f"{TORCH} from pip's index ... " in run.stdout
-    assert setup.calls() == ["venv", FROM_PIP, "uv setuptools", *install(".")]
+    assert setup.calls() == ["venv", FROM_PIP, "uv setuptools", *install(".", deepspeed=True)]
+
+
+def test_set_up_installs_deepspeed_on_request(setup: SetUp) -> None:
+    setup.run()
+    setup.calls()
+    assert setup.run("--deepspeed").returncode == 0
+    assert setup.calls()[-3:] == install(".", deepspeed=True)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +417,7 @@ def test_set_up_takes_the_build_of_torch_that_gpu_and_driver_need(
     setup: SetUp, capability: str, driver: str, build: str
 ) -> None:
     assert setup.run(PATH=setup.gpu(capability, driver)).returncode == 0
-    assert setup.calls() == ["venv", build, "uv setuptools", *install(".")]
+    assert setup.calls() == ["venv", build, "uv setuptools", *install(".", deepspeed=True)]
 
 
 @pytest.mark.parametrize(
@@ -424,7 +434,7 @@ def test_set_up_replaces_a_build_of_torch_that_cannot_use_the_gpu(
 ) -> None:
     setup.has(f"{TORCH.removeprefix('torch==')}{installed}")
     setup.run(PATH=setup.gpu(capability, "580.65.06"))
-    assert setup.calls() == ["venv", *expected, "uv setuptools", *install(".")]
+    assert setup.calls() == ["venv", *expected, "uv setuptools", *install(".", deepspeed=True)]
 
 
 @pytest.mark.parametrize(

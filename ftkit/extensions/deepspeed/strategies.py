@@ -7,7 +7,10 @@ from typing import Literal
 from ftkit.errors import UserError
 from ftkit.recipe.facts import StrategyRules
 
-INSTALL = "Install g++ and try DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed"
+INSTALL = (
+    "Install g++ and try DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed (in a clone "
+    "of ftkit scripts/setup_env --deepspeed)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
