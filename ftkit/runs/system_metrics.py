@@ -40,6 +40,7 @@ class SystemSampler:
         *,
         path: Path | None,
         after_step: int | None,
+        stretch: Callable[[], int | None],
     ) -> None:
         """Find the GPUs; `start` begins to sample.
 
@@ -49,8 +50,10 @@ class SystemSampler:
             path: of system.csv, for the GPUs of the whole run on this host; None: no file is
                 written, and only the GPU of this rank is sampled.
             after_step: as of `MetricsWriter`.
+            stretch: returns the number of the uninterrupted stretch of steps at full speed that it
+                is now; None: it is none.
         """
-        self._device, self._step = device, step
+        self._device, self._step, self._stretch = device, step, stretch
         # The rank that writes the file samples all GPUs of the run on this host; others only their
         # own.
         self._gpus = gpus_in_use(device, 1 if path is None else local_world_size())
@@ -59,6 +62,8 @@ class SystemSampler:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-metrics", daemon=True)
         self._newest: dict[str, float] = {}
+        self._sampled_in: int | None = None
+        """Stretch of the last sample."""
         self._seconds = self._busy_s = 0.0
         self._energy_j: float | None = None
 
@@ -89,7 +94,7 @@ class SystemSampler:
 
     @property
     def device_utilization(self) -> float | None:
-        """Mean fraction of time that the GPU of this rank was busy; None: unknown."""
+        """Mean fraction of time at full speed that the GPU of this rank was busy; None: unknown."""
         return self._busy_s / self._seconds if self._seconds else None
 
     @property
@@ -133,7 +138,10 @@ class SystemSampler:
             self._writer.write(self._step(), time.time(), values)
         self._newest = values
         passed_s = now_s - before_s
-        if "device0_utilization" in values:
+        stretch, before = self._stretch(), self._sampled_in
+        self._sampled_in = stretch
+        # A sample is of the time since the one before, which a validation may have been part of.
+        if "device0_utilization" in values and stretch is not None and stretch == before:
             # Weighted by time, because the interval grows.
             self._seconds += passed_s
             self._busy_s += values["device0_utilization"] * passed_s

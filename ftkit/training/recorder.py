@@ -138,7 +138,14 @@ class Recorder:
         self.device_peak = DevicePeak(device)
         # Every rank samples its own device for the report; only rank 0 writes rows.
         written = None if state.rank else run.system
-        self.system = SystemSampler(device, lambda: self.steps, path=written, after_step=after)
+        self._phases_entered = 0
+        self.system = SystemSampler(
+            device,
+            lambda: self.steps,
+            path=written,
+            after_step=after,
+            stretch=self._stretch_at_full_speed,
+        )
         self._cpu = CpuUtilization()
         self._host_bytes = 0
         self.report = dataclasses.replace(
@@ -294,12 +301,18 @@ class Recorder:
         if not self._is_over:
             self._times[before] = self._times.get(before, 0.0) + now - self._since
         self._since = now
+        self._phases_entered += phase != before
         times = PhaseTimes(**self._times, total=now - self._began_s)
         self.note(phase=phase, phases_s=times)
         # From the first step on: imports and downloads would lower the mean.
         if phase == "training" and not self._cpu.started:
             self._cpu.start()
             self.system.start()
+
+    def _stretch_at_full_speed(self) -> int | None:
+        """Number of the stretch of steps that it is now; None: others than the speed is of."""
+        is_training = self.report.phase == "training" and not self._is_over
+        return self._phases_entered if is_training and self._meter.at_full_speed else None
 
     def on_step(
         self,

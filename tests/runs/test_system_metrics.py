@@ -46,7 +46,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampler(path: Path | None, device: str = "cpu", after: int | None = None) -> SystemSampler:
-    return SystemSampler(torch.device(device), lambda: 7, path=path, after_step=after)
+    return SystemSampler(
+        torch.device(device), lambda: 7, path=path, after_step=after, stretch=lambda: 0
+    )
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -95,19 +97,46 @@ def test_a_sample_counts_for_the_time_since_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the energy, the power of all GPUs; in the use, that of the rank's."""
-    use = iter([0, 0, 100, 0])
+    use = iter([0, 0, 0, 0, 100, 0])
     nvml = library(nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=next(use)))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    clock = iter([101.0, 110.0])
+    clock = iter([100.0, 101.0, 110.0])
     made = sampler(tmp_path / "system.csv", "cuda:0")
     monkeypatch.setattr(
         "ftkit.runs.system_metrics.time",
         SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 5.0),
     )
     assert made.energy_wh is None and made.device_utilization is None
-    assert made._take(made._take(100.0)) == 110.0
+    assert made._take(made._take(made._take(100.0))) == 110.0
     assert made.energy_wh == pytest.approx(400 * 10 / 3600)
     assert made.device_utilization == pytest.approx(0.9)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_is_busy_or_not_in_steps_at_full_speed_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not while its driver idles before them, nor where a validation came between two samples."""
+    use, stretches = iter([0, 0, 0, 80, 10, 90]), iter([None, None, 1, 1, 3, 3])
+    nvml = library(nvmlDeviceGetUtilizationRates=lambda _: SimpleNamespace(gpu=next(use)))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    clock = iter([1.0, 2.0, 3.0, 4.0, 5.0, 8.0])
+    made = SystemSampler(
+        torch.device("cuda:0"),
+        lambda: 7,
+        path=None,
+        after_step=None,
+        stretch=lambda: next(stretches),
+    )
+    monkeypatch.setattr(
+        "ftkit.runs.system_metrics.time", SimpleNamespace(monotonic=lambda: next(clock))
+    )
+    taken = 0.0
+    for _ in range(6):
+        taken = made._take(taken)
+    assert made.device_utilization == pytest.approx((80 * 1 + 90 * 3) / 4 / 100)
+    assert made.energy_wh == pytest.approx(300 * 8 / 3600), "of all the time"
 
 
 def test_a_short_run_has_a_series_and_a_long_one_a_row_every_two_seconds(tmp_path: Path) -> None:

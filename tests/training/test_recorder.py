@@ -189,6 +189,24 @@ def test_a_step_in_which_memory_was_followed_counts_in_all_but_the_speed(tmp_pat
 
 
 @pytest.mark.extensions
+def test_a_device_is_sampled_for_its_use_in_steps_at_full_speed(tmp_path: Path) -> None:
+    """Not in set-up and the first steps; after a validation it is another stretch of them."""
+    found: list[int | None] = []
+    with make_recorder(tmp_path) as recorder:
+        train(recorder, range(1, 3))
+        found.append(recorder.system._stretch())
+        train(recorder, range(3, 9))
+        for phase in ("training", "validation", "training"):
+            recorder.enter(phase)
+            found.append(recorder.system._stretch())
+        recorder.end_phases()
+        found.append(recorder.system._stretch())
+    begun, first, validated, second, ended = found
+    assert begun is validated is ended is None
+    assert first is not None and second is not None and second > first
+
+
+@pytest.mark.extensions
 def test_the_imbalance_is_the_mean_of_the_session(tmp_path: Path) -> None:
     start = first_session(tmp_path)
     with make_recorder(tmp_path, start, devices=2) as recorder:

@@ -8,8 +8,8 @@ from ftkit.errors import UserError
 from ftkit.recipe.facts import StrategyRules
 
 INSTALL = (
-    "Install g++ and try DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed (in a clone "
-    "of ftkit scripts/setup_env --deepspeed)"
+    "Install g++ and try DS_BUILD_OPS=0 pip install --no-build-isolation ninja deepspeed, or in a "
+    "clone of ftkit scripts/setup_env --deepspeed"
 )
 
 

@@ -109,6 +109,11 @@ class ThroughputMeter:
         self._steps += 1
         self._sums = {name: self._sums.get(name, 0) + value for name, value in step.items()}
 
+    @property
+    def at_full_speed(self) -> bool:
+        """Whether the steps that a long run leaves out at its beginning are done."""
+        return self._steps >= self.skip_steps
+
     def result(self, world_size: int) -> Throughput | None:
         """Return the speed over the window; None before the first step."""
         window_steps, sums = self._window()

@@ -180,7 +180,8 @@ class Throughput:
     mfu: float | None = None
     """Model FLOPs of the real tokens as a fraction of what the devices can do; None: unknown."""
     device_utilization: float | None = None
-    """Mean fraction of time the GPU of rank 0 was busy, as the driver says; None: unknown."""
+    """Mean fraction of time the GPU of rank 0 was busy in steps at full speed, as the driver says:
+    after the first ones, without validation and saving. None: unknown."""
     energy_wh: float | None = None
     """Energy that the GPUs of rank 0's host took since the first step, from samples of their
     power; None: unknown."""
