@@ -27,6 +27,8 @@ from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
 
+TWO = ("llava", "qwen2_5_vl")
+"""Families without and with grids, whose layouts are also those of the others."""
 STEPS, CUT, RATE, EPS = 6, 3, 2e-3, 1e-5
 SLOWER = ("qwen3_5", "gemma4")
 """Families that learn at half the rate: else each step makes what rounding leaves ten times as
@@ -62,15 +64,16 @@ class Layout:
 
 
 ALONE, ADAPTED = Layout(), Layout(method="lora")
-OF_EACH = (ALONE, Layout("fsdp", 2, is_resumed=True))
-"""Layouts of every family."""
-OF_FIRST = (
-    *OF_EACH,
+RESUMED = Layout("fsdp", 2, is_resumed=True)
+"""The layout of the first families."""
+OF_TWO = (
+    RESUMED,
     Layout(micro_batch_size=4, padding_free=False),
     Layout("fsdp", 1),
     ADAPTED,
     Layout("fsdp", 1, method="lora"),
 )
+"""Layouts of the two of these without and with grids."""
 ALL = tuple(
     Layout(strategy, size, padding_free=padding_free, method=method)
     for strategy in ("ddp", "fsdp", "deepspeed")
@@ -79,7 +82,7 @@ ALL = tuple(
     for method in METHODS
 )
 """Layouts of the matrix, of the first families; ZeRO-3 is what deepspeed does."""
-OF_OTHERS = (Layout("fsdp", 1), Layout("fsdp", 1, method="lora"))
+OF_OTHERS = (RESUMED, Layout("fsdp", 1), Layout("fsdp", 1, method="lora"))
 """Layouts of the matrix, of the other families."""
 
 Found = Callable[[str, Layout], Outcome]
@@ -133,7 +136,9 @@ def trained(
     """Gives the run of a family in a layout, of those that the selected tests need."""
     train = make_run(tmp_path_factory)
     selected = chosen(request, test_every_layout_learns_the_same)
-    wanted = [(kind, ALONE) for kind in KINDS] + [(kind, ADAPTED) for kind in FIRST]
+    adapted = chosen(request, test_an_adapter_loads_in_peft_and_merged_and_sees_the_same)
+    wanted = [(kind, ALONE) for kind in KINDS] + [("llava", ADAPTED)]
+    wanted += [(params["kind"], ADAPTED) for params in adapted]
     for params in selected:
         wanted += [(params["kind"], one) for one in (params["layout"], params["layout"].alone)]
     wanted = list(dict.fromkeys(wanted))
@@ -179,7 +184,8 @@ def _parameters(layouts: Iterable[tuple[str, Layout]], often: bool = True) -> li
     ]
 
 
-OFTEN = [(kind, layout) for kind in KINDS for layout in (OF_FIRST if kind in FIRST else OF_EACH)]
+OFTEN = [(kind, RESUMED) for kind in FIRST]
+OFTEN += [(kind, layout) for kind in TWO for layout in OF_TWO if layout is not RESUMED]
 OFTEN += [("llava", Layout("ddp", 2)), ("llava", Layout("deepspeed", 1))]
 OFTEN += [
     ("gemma3", Layout(more=(("memory.activation_checkpointing", True),))),
@@ -195,7 +201,7 @@ EACH = pytest.mark.parametrize(
             [
                 (kind, one)
                 for kind in KINDS
-                for one in (ALL if kind in FIRST else OF_OTHERS)
+                for one in ((*OF_TWO, *ALL) if kind in FIRST else OF_OTHERS)
                 if (kind, one) not in OFTEN
             ],
             often=False,
@@ -248,7 +254,16 @@ def evaluate(capsys: pytest.CaptureFixture[str]) -> Evaluate:
     return loss
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def often(kinds: Iterable[str], all_of_them: Iterable[str]) -> pytest.MarkDecorator:
+    """Families of a test; those that are not among the first ones are in the matrix."""
+    matrix = pytest.mark.matrix
+    return pytest.mark.parametrize(
+        "kind",
+        [one if one in kinds else pytest.param(one, marks=matrix) for one in all_of_them],
+    )
+
+
+@often(FIRST, KINDS)
 def test_the_result_loads_in_transformers_and_sees_the_same(
     trained: Found, seen: Path, rows: list[dict[str, Any]], kind: str, evaluate: Evaluate
 ) -> None:
@@ -258,7 +273,7 @@ def test_the_result_loads_in_transformers_and_sees_the_same(
     assert loss < trained(kind, ALONE).losses[-1]
 
 
-@pytest.mark.parametrize("kind", FIRST)
+@often(TWO, FIRST)
 def test_an_adapter_loads_in_peft_and_merged_and_sees_the_same(
     trained: Found,
     seen: Path,
