@@ -10,11 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Architecture
+from ftkit.models.fake_tensors import fake_tensors
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
@@ -79,7 +79,7 @@ def try_architecture(architecture: Architecture) -> None:
     in_rows = architecture.attention.takes_rows
     model = _outlined(architecture, tied=False)
     # Tables of positions are real tensors on the CPU.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors():
         _loss(model, in_rows=in_rows).backward()
     if not any(parameter.grad is not None for parameter in model.body.blocks.parameters()):
         raise RuntimeError("no parameter of its blocks has a gradient")
@@ -109,7 +109,7 @@ def modules_passed_back(model: LanguageModel) -> frozenset[str]:
         module.register_forward_pre_hook(
             lambda _, inputs, options, name=name: note(name, inputs, options), with_kwargs=True
         )
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors():
         _loss(copy, in_rows=in_rows)
     return frozenset(found)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.data.records.media import MEDIA
@@ -29,6 +29,7 @@ from ftkit.errors import UserError
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.dry_run import modules_passed_back
+from ftkit.models.fake_tensors import fake_tensors
 from ftkit.models.flops import further_passes, parameter_count
 from ftkit.models.language_model import (
     LanguageModel,
@@ -240,7 +241,7 @@ def _run(
         strategy.simulated() as sharding,
         strategy.simulated_beside(sharding) as sharding_beside,
         # Tables that were computed on the CPU are real tensors.
-        FakeTensorMode(allow_non_fake_inputs=True),
+        fake_tensors(),
         _without_launches(kernels),
     ):
         sharding.allocate(model, CPU)
@@ -275,7 +276,7 @@ def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) 
     model = outline_frozen(with_layers(base, layers), plan)
     strategy = make_strategy(plan)
     sizes = _sizes(None, model, plan.shards, is_teacher=False)
-    with strategy.simulated() as sharding, FakeTensorMode(allow_non_fake_inputs=True):
+    with strategy.simulated() as sharding, fake_tensors():
         sharding.allocate(model, CPU)
         context = base.architecture.context_length
         model.body.build_rope_cache(CPU, min(context, plan.recipe.train.max_seq_length or context))
@@ -450,7 +451,7 @@ def _pack(model: LanguageModel, kind: str) -> None:
 def _made(size: MicroBatchSize, media: Any = None) -> Batch:
     """A micro-batch of a size, as `ftkit.data.samples.loader.collate` makes it, with its media."""
     shape = (size.sequences, size.positions) if size.tokens is None else (1, size.tokens)
-    divisor = torch.tensor(float(size.targets), dtype=torch.float64)
+    divisor = torch.full((), float(size.targets), dtype=torch.float64)
     made: Batch = {
         "input_ids": torch.zeros(shape, dtype=torch.long),
         "label_indices": torch.zeros(size.targets, dtype=torch.long),

@@ -60,6 +60,8 @@ _WITHOUT = {
 _COMPILER = "torch._dynamo"
 """Package of torch's compiler, which every step of an optimizer imports. It takes a second, and
 SymPy with it, and is of use only where something is compiled."""
+_OF_COMPILER_ALONE = "torch._dynamo.config"
+"""Module of it that needs none of its code. Predictions of memory ask it for one setting."""
 _ASKED = {
     "PreTrainedModel": "transformers.modeling_utils",
     # For a method of it that transformers removed long ago.
@@ -324,6 +326,8 @@ def _module_of_compiler(name: str) -> ModuleSpec | None:
     """Run the package before its module; None: Python finds the module as usual."""
     package = sys.modules[_COMPILER]
     loader = package.__spec__ and package.__spec__.loader
+    if name == _OF_COMPILER_ALONE:
+        return None
     if not (isinstance(loader, _Compiler) and _is_postponed(package)):
         return None
     loader.run(package)

@@ -165,6 +165,26 @@ print(sorted({"sympy", "torch._dynamo.utils"} & sys.modules.keys()))
 
 
 @pytest.mark.slow
+def test_a_step_is_simulated_without_the_code_of_the_compiler() -> None:
+    """Of real tensors, too: each has one stand-in, of its size."""
+    found = run_python("""
+import sys
+from ftkit.utils.imports import postpone_modules
+postpone_modules()
+import numpy as np, torch
+from ftkit.models.fake_tensors import fake_tensors
+table, weight = torch.from_numpy(np.ones((2, 3))), torch.ones(3, 3, dtype=torch.float64)
+with fake_tensors() as mode:
+    product = table.to("cpu") @ weight
+    table.add_(1)
+    of_table = [mode.from_tensor(table) for _ in "12"]
+print(type(product).__name__, tuple(product.shape), of_table[0] is of_table[1])
+print("torch._dynamo.utils" in sys.modules)
+""")
+    assert found == "FakeTensor (2, 3) True\nFalse\n"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
