@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ftkit.checkpoint.metadata import BASE
 from ftkit.data.sources import check_data
-from ftkit.errors import Completed, UserError
+from ftkit.errors import Completed, DoesNotFit, UserError
 from ftkit.evaluation.task_programs import FoundTasks
 from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.interfaces import check_interfaces
@@ -26,7 +26,7 @@ from ftkit.launch.ranks import Ranks
 from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
 from ftkit.models.pretrained.hub_errors import naming
 from ftkit.recipe.adapter_types import method_text
-from ftkit.recipe.devices import find_devices
+from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.kernels import check_kernels_installed
 from ftkit.recipe.loggers import check_loggers_installed
 from ftkit.recipe.lora_layers import adapted_text, names_no_layers
@@ -37,7 +37,7 @@ from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_dict, to
 from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Recipe
+from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Precision, Recipe
 from ftkit.redaction import REMOVED
 from ftkit.runs.checkpoints import RunCheckpoints
 from ftkit.runs.directory import RunDirectory
@@ -256,6 +256,7 @@ def prepare_run(
         # The launcher has decided: its processes are the ranks, whatever the recipe says.
         count, nodes = placed.devices_and_nodes(devices)
         recipe = dataclasses.replace(recipe, devices=count, num_nodes=nodes)
+    with_any_batch = recipe
     # Before the plan, which needs a number in place of auto.
     recipe = with_micro_batch(recipe, devices)
     plan = make_plan(recipe, devices)
@@ -283,12 +284,12 @@ def prepare_run(
             )
             # Under the lock: a run that is running writes its next checkpoint under such a name.
             run.store.remove_leftovers()
-        # The checkpoint records the precision that was used, so it is compared with the one
-        # planned.
-        resolved = dataclasses.replace(recipe, precision=plan.precision)
-        start = find_start(resolved)
+        start, default = find_start(recipe), plan.precision
         if start is not None:
             recipe = dataclasses.replace(recipe, **start.kept)
+            if start.kept.get("precision", default) != default:
+                any_batch = dataclasses.replace(with_any_batch, **start.kept)
+                recipe, plan = _plan_as_saved(any_batch, devices, start)
         # A checkpoint has what it needs of its models, whose files may be gone.
         if start is None:
             check_second_models(recipe)
@@ -312,7 +313,10 @@ def prepare_run(
             mirror = stack.enter_context(mirrored(run, print_notice, received, goes_on=False))
         if start is not None:
             with Display(None) as display:
-                start = verify_start(start, resolved, display, interrupted=lambda: bool(received))
+                kept = start.kept
+                start = verify_start(start, recipe, display, interrupted=lambda: bool(received))
+                # What is planned stays, also if an earlier checkpoint is the one that is intact.
+                start = dataclasses.replace(start, kept=kept)
         restarts: tuple[Restart, ...] = ()
         if in_place or start is not None:
             restarts = restarts_of(
@@ -347,7 +351,7 @@ def prepare_run(
                         shutil.copytree(start.checkpoint / BASE, run.base)
                     if not start.in_place:
                         copy_rows(start, run)
-                    _show_start(start, run, display)
+                    _show_start(start, run, display, default)
                 if placed is not None and (notice := placed.notice(requested.num_nodes)):
                     display.message(notice)
                 display.message(_beginning(job.plan, [*devices.names, "CPU"][0]))
@@ -368,6 +372,24 @@ def prepare_run(
         except OSError as error:
             raise unwritable(run.path, error) from None
         yield job
+
+
+def _plan_as_saved(recipe: Recipe, devices: Devices, start: Start) -> tuple[Recipe, Plan]:
+    """Plan a run in the precision of its checkpoint; returns the recipe with its micro-batch.
+
+    Raises:
+        UserError: these devices cannot compute in it.
+    """
+    try:
+        recipe = with_micro_batch(recipe, devices)
+        return recipe, make_plan(recipe, devices)
+    except DoesNotFit:
+        raise
+    except UserError as error:
+        raise UserError(
+            f"{error}\nThe run of {display_path(start.checkpoint)} was trained in "
+            f"{recipe.precision}, in which it continues where no precision is named."
+        ) from None
 
 
 def _find_base(recipe: Recipe, start: Start | None) -> str | None:
@@ -422,7 +444,8 @@ def _find_beside(recipe: Recipe) -> str | None:
         return str(find_or_download(beside.name, token=recipe.access_token).resolve())
 
 
-def _show_start(start: Start, run: RunDirectory, display: Display) -> None:
+def _show_start(start: Start, run: RunDirectory, display: Display, default: Precision) -> None:
+    """Show where a run continues, and what stays as it was; `default` is the plan's precision."""
     for why in start.passed_over:
         display.warning(f"{why} It is kept in {display_path(run.backups)}.")
     if lost := lost_rows(start, run):
@@ -430,9 +453,13 @@ def _show_start(start: Start, run: RunDirectory, display: Display) -> None:
     display.message(
         f"continuing from step {start.metadata.step:,}: {display_path(start.checkpoint)}"
     )
-    if start.kept:
-        kept = ", ".join(f"{key} {as_text(value, key)}" for key, value in start.kept.items())
-        display.message(f"kept, as the defaults were when the run began: {kept}")
+    kept = dict(start.kept)
+    precision = kept.pop("precision", default)
+    if precision != default:
+        display.message(f"precision {precision}, as in the checkpoint; here {default} is usual")
+    if kept:
+        words = ", ".join(f"{key} {as_text(value, key)}" for key, value in kept.items())
+        display.message(f"kept, as the defaults were when the run began: {words}")
     for change in start.changes:
         display.message(f"changed: {change}")
 

@@ -23,7 +23,7 @@ class Gpu:
     kind: str = USUAL_KIND
     """Kind of device, as torch calls it."""
     bf16: bool = True
-    """Whether it computes bfloat16 in hardware (compute capability 8.0 and later)."""
+    """Whether it computes bfloat16 in hardware (see `Devices.bf16_native`)."""
     float8: bool = True
     """Whether it computes float8 in hardware (compute capability 8.9 and later)."""
     swap_bytes: int = 0
@@ -149,7 +149,12 @@ def device_here(ranks: int, devices: Devices) -> Gpu | None:
     # Ranks on one machine share its memory.
     host = host_limit(ranks)
     if devices.accelerator == HOST_KIND:
-        return Gpu(name=HOST, memory_bytes=host.memory_bytes, swap_bytes=host.swap_bytes)
+        return Gpu(
+            name=HOST,
+            memory_bytes=host.memory_bytes,
+            bf16=devices.bf16_native,
+            swap_bytes=host.swap_bytes,
+        )
     # Ranks take the first devices.
     sizes = devices.memory_bytes[:ranks]
     if not sizes:
@@ -166,7 +171,8 @@ def device_here(ranks: int, devices: Devices) -> Gpu | None:
 def free_here(ranks: int, devices: Devices) -> Gpu:
     """Memory that each of the ranks on this machine can take now."""
     if devices.accelerator == HOST_KIND:
-        return Gpu(name=HOST, memory_bytes=available_host_bytes(ranks))
+        free = available_host_bytes(ranks)
+        return Gpu(name=HOST, memory_bytes=free, bf16=devices.bf16_native)
     # The fullest device decides, as other processes may use one of them.
     free = min(free_bytes(min(ranks, devices.count), devices.accelerator))
     # With everything else that is known of the device: only its memory differs.

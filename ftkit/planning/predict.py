@@ -497,7 +497,7 @@ def _devices_of(accelerator: AcceleratorKey, requested: int | Literal["auto"], g
     """Devices that a recipe needs, on whatever machine it will run."""
     count = requested if isinstance(requested, int) else 1
     if accelerator == HOST_KIND and gpu.name == HOST:
-        return Devices(accelerator=HOST_KIND, count=count)
+        return Devices(accelerator=HOST_KIND, count=count, bf16_native=gpu.bf16)
     if accelerator == HOST_KIND:
         raise UserError(f"accelerator is cpu, but --gpu is {gpu.name}. Leave one of them out.")
     return Devices(

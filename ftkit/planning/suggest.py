@@ -104,10 +104,12 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
     plan, recipe = planned.plan, planned.plan.recipe
     if planned.micro_batch.full > planned.micro_batch.least:
         yield _Step("smaller micro-batch, same global batch", ())
-    if gpu.bf16 and plan.precision != "bf16-true":
-        yield _Step("16-bit numbers", (("precision", "bf16-true"),))
+    in_16_bits = _Step("16-bit numbers", (("precision", "bf16-true"),))
+    is_16_bit, is_host = plan.precision == "bf16-true", gpu.name == HOST
+    if gpu.bf16 and not is_16_bit:
+        yield in_16_bits
     # GPUs without bfloat16 need a loss scale for 16 bits, which not every strategy has.
-    elif not gpu.bf16 and plan.precision == "32-true" and plan.rules.scales_loss:
+    elif not (gpu.bf16 or is_host) and plan.precision == "32-true" and plan.rules.scales_loss:
         yield _Step("16-bit arithmetic", (("precision", "16-mixed"),))
     if _could_update_in_backward(planned):
         keys = (("train.optimizer_in_backward", "true"),)
@@ -137,7 +139,10 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         yield _Step("weights as published", (("quantize", "stored"),))
     if not is_packed:
         yield _Step("QLoRA", (("quantize", "bnb.nf4-dq"),))
-    if gpu.name == HOST:  # which more ranks would share
+    if is_host:  # which more ranks would share
+        # A CPU that emulates bfloat16 is many times slower in it than with any other change.
+        if not gpu.bf16 and not is_16_bit:
+            yield in_16_bits
         return
     for count in _DEVICES:
         if plan.num_nodes == 1 and count > plan.devices:

@@ -35,7 +35,7 @@ from ftkit.utils.accelerators.kinds import (
     DeviceKind,
     device_kind,
 )
-from ftkit.utils.hardware import hardware
+from ftkit.utils.hardware import hardware, multiplies_bf16
 from ftkit.utils.imports import quick_imports
 from ftkit.utils.process import begin_as_child, own_program
 
@@ -112,8 +112,8 @@ class Devices:
     memory_bytes: tuple[int, ...] = ()
     """Memory of each that programs can use; empty: unknown."""
     bf16_native: bool = True
-    """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs count, and
-    other kinds that compute it at all)."""
+    """Whether bfloat16 runs in hardware (CUDA compute capability 8.0 and later; CPUs with
+    instructions for it, and other kinds that compute it at all)."""
     float8_native: bool = True
     """Whether float8 runs in hardware (see `has_float8`; CPUs count, which emulate it)."""
     notice: str = ""
@@ -146,7 +146,7 @@ def find_devices(
         if not here:
             on_asking()
         return _of_another_kind(accelerator, _current() if here else _current_once(accelerator))
-    cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1)
+    cpu = Devices(accelerator="cpu", count=os.cpu_count() or 1, bf16_native=multiplies_bf16())
     # Device files of NVIDIA's driver and of WSL: they tell of a GPU without importing torch.
     native, windows = (Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg"))
     native = native or (is_for_rocm() and Path("/dev/kfd").exists())

@@ -335,8 +335,9 @@ class Recipe:
     out_dir: Hardware[Path] = Path("out/finetune/full")
     """Where the run writes its report, metrics and result: a directory, s3://, gs:// or az://."""
     precision: Tunable[Precision | None] = None
-    """Number format. Default: bf16-mixed, or 16-mixed on GPUs without bfloat16. 16-true needs
-    deepspeed, which keeps a 32-bit copy of the weights."""
+    """Number format. Default: that of the checkpoint of a resumed run, else bf16-mixed; 16-mixed on
+    GPUs without bfloat16, 32-true on CPUs without instructions for it (AMX, AVX-512 BF16, Arm's
+    BF16). 16-true needs deepspeed, which keeps a 32-bit copy of the weights."""
     accelerator: Hardware[AcceleratorKey] = "auto"
     """Device type. Default: cuda (GPUs of NVIDIA, and of AMD with torch for ROCm) if there is one,
     else tpu if torch_tpu is installed and finds one, else cpu. Other types of torch.accelerator,

@@ -60,26 +60,28 @@ def resolve_strategy(
     rules, precision = _strategy(recipe, count * nodes), recipe.precision
     strategy, options = rules.name, _options(recipe, rules)
     if precision is None:
-        precision = "bf16-mixed" if devices.bf16_native else "16-mixed"
+        # What the devices multiply fast; CPUs have no fast kernels of float16.
+        other: Precision = "32-true" if devices.accelerator == HOST_KIND else "16-mixed"
+        precision = "bf16-mixed" if devices.bf16_native else other
     notices = _check_precision(precision, rules, devices)
     if rules.scales_loss or precision != "16-mixed":
         return strategy, options, precision, notices
     why = f"{strategy} has no loss scaling for 16-mixed"
     if not devices.bf16_native:
         why = f"{_name(devices)} has no bfloat16 hardware, and {why}"
-    other = _scaling(recipe)
+    scaling = _scaling(recipe)
     # Options such as strategy.sharding also show that a strategy was chosen.
     nothing_given = recipe.strategy["class_path"] == "auto" and not recipe.strategy["init_args"]
-    if other is not None and nothing_given and other.is_installed:
-        notices.append(f"{why}: {other.name} with 16-mixed is used.")
-        return other.name, other.for_float16, precision, notices
+    if scaling is not None and nothing_given and scaling.is_installed:
+        notices.append(f"{why}: {scaling.name} with 16-mixed is used.")
+        return scaling.name, scaling.for_float16, precision, notices
     # Not chosen: float32 works. A recipe that sets 16-mixed is refused by `check`.
     if recipe.precision is None:
         precision = "32-true"
         faster = "--strategy ddp, if the model fits on each GPU"
-        if other is not None:
-            installed = "" if other.is_installed else " with its library installed"
-            faster = f"--strategy {other.name}{installed}"
+        if scaling is not None:
+            installed = "" if scaling.is_installed else " with its library installed"
+            faster = f"--strategy {scaling.name}{installed}"
         notices.append(
             f"{why}: {strategy} with 32-true is used, which is several times slower. Try {faster}."
         )
@@ -94,23 +96,33 @@ def _scaling(recipe: Recipe) -> StrategyRules | None:
 
 
 def _name(devices: Devices) -> str:
-    return devices.names[0] if devices.names else "This GPU"
+    return devices.names[0] if devices.names else f"This {device_kind(devices.accelerator).noun}"
 
 
 def _check_precision(precision: Precision, rules: StrategyRules, devices: Devices) -> list[str]:
     """Refuse precisions that the devices cannot compute; notices about slow ones."""
-    if precision.startswith("16") and devices.accelerator == HOST_KIND:
+    kind, is_host = device_kind(devices.accelerator), devices.accelerator == HOST_KIND
+    if precision.startswith("16") and is_host:
+        other = precision.replace("16", "bf16") if devices.bf16_native else "32-true"
         raise UserError(
             f"precision is {precision}, but float16 training needs a CUDA GPU: CPUs lack its fast "
-            f"kernels and its range underflows. Try --precision {precision.replace('16', 'bf16')}."
+            f"kernels and its range underflows. Try --precision {other}."
         )
-    kind = device_kind(devices.accelerator)
     if precision.startswith("16") and not kind.has_float16:
         raise UserError(
             f"precision is {precision}, but accelerator is {kind.name}: a {kind.noun} computes 16 "
             f"bits as bfloat16. Try --precision {precision.replace('16', 'bf16')}."
         )
     if precision.startswith("bf16") and not devices.bf16_native:
+        if is_host:
+            # How many times is not measured at the start of a run: beside other work, threads wait
+            # for cores most of the time in both formats, and the factor would be far too small.
+            notice = (
+                f"precision is {precision}, but this CPU has no instructions for bfloat16 (AMX, "
+                "AVX-512 BF16, Arm's BF16): its products are emulated, which takes several times "
+                "as long as in float32. Try --precision 32-true."
+            )
+            return [notice]
         others = "16-mixed or 32-true" if rules.scales_loss else "32-true"
         why = " (compute capability below 8.0)" if devices.accelerator == USUAL_KIND else ""
         notice = (

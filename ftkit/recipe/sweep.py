@@ -172,7 +172,9 @@ def differences(run: SweepRun, asked: Recipe, recorded: Path) -> list[str]:
     if key is not None and there.train.auto_key is None:
         train = dataclasses.replace(asked.train, **{key: getattr(there.train, key)})
         asked = dataclasses.replace(asked, train=train)
-    asked = dataclasses.replace(asked, **kept_from(there, asked))
+    # Where none is named, a run that was continued has the precision that it began with.
+    precision = there.precision if asked.precision is None else asked.precision
+    asked = dataclasses.replace(asked, precision=precision, **kept_from(there, asked))
     now, before = (dict(leaves(to_dict(recipe))) for recipe in (asked, there))
     return [
         f"{key} is {before.get(key)} there and {now.get(key)} here"

@@ -59,7 +59,8 @@ class Start:
     in_place: bool
     """True if it belongs to out_dir; else the run branches into a new directory."""
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """Keys in which the run keeps the defaults that it began with, with their values."""
+    """Keys that the recipe leaves open, and in which the run stays as it began, with their values.
+    """
     changes: tuple[str, ...] = ()
     """Changes of settings that affect training from here on, one line each."""
     passed_over: tuple[str, ...] = ()
@@ -175,7 +176,7 @@ def find_start(recipe: Recipe) -> Start | None:
     see `verify_start`.
 
     Args:
-        recipe: as requested, with the precision resolved; all of it is compared with the saved one.
+        recipe: as requested; all of it is compared with the saved one.
 
     Raises:
         UserError: no such checkpoint, a damaged one, or one of a run that trains something else.
@@ -339,6 +340,9 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
     _check_plugin(recipe, checkpoint, metadata, in_place=in_place)
     saved = _saved_recipe(recipe, checkpoint, metadata)
     kept = kept_from(saved, recipe)
+    # On any machine, whatever its default is.
+    if recipe.precision is None and saved.precision is not None:
+        kept["precision"] = saved.precision
     refusals, changes = recipe_changes(saved, dataclasses.replace(recipe, **kept))
     if refusals:
         differing = ", ".join(refusals)
@@ -420,9 +424,13 @@ def _recipe_in(checkpoint: Path, metadata: Metadata) -> Recipe:
 
 
 def _saved_recipe(recipe: Recipe, checkpoint: Path, metadata: Metadata) -> Recipe:
-    """The recipe of a checkpoint; values it left open are resolved where the new one sets them."""
+    """The recipe of a checkpoint; values it left open are resolved where the new one sets them.
+
+    The precision always is, unless nothing was trained before an imported checkpoint was written.
+    """
     saved = _recipe_in(checkpoint, metadata)
-    if recipe.precision is not None:
+    is_imported = not metadata.carried
+    if recipe.precision is not None or not is_imported:
         saved = dataclasses.replace(saved, precision=cast(Precision, metadata.layout.precision))
     if recipe.train.max_seq_length is not None:
         train = dataclasses.replace(saved.train, max_seq_length=metadata.max_seq_length)

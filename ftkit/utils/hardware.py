@@ -32,6 +32,9 @@ PACKAGES = (
 )
 """Packages whose version can change a number of the report."""
 
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Linux' names of the instructions that multiply bfloat16: two of x86, and Arm's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledGpu:
@@ -98,6 +101,22 @@ def hardware() -> Hardware:
         driver=driver,
         cuda=cuda,
     )
+
+
+def multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the CPU has instructions for products of bfloat16.
+
+    Args:
+        cpuinfo: Linux' description of the CPU.
+    """
+    # A system that shows no flags (macOS, Windows, some containers) counts as one without: every
+    # CPU is fast in float32, and one that emulates bfloat16 is many times slower in it.
+    with suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            key, _, words = line.partition(":")
+            if key.strip() in ("flags", "Features"):  # of x86, of Arm; all cores have the same
+                return not _BF16_FLAGS.isdisjoint(words.split())
+    return False
 
 
 def boot_id() -> str | None:

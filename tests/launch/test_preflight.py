@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from ftkit.launch import preflight
 from ftkit.planning import gpus
 from ftkit.planning.check import check
 from ftkit.planning.gpus import HOST, Gpu
+from ftkit.planning.predict import Planned, plan_files
+from ftkit.planning.suggest import changes_that_fit
 from ftkit.recipe.devices import Devices
-from ftkit.recipe.parsing import read_recipe, to_yaml
+from ftkit.recipe.parsing import Override, read_recipe, to_yaml
 from ftkit.recipe.recipe import Recipe
 from ftkit.utils import progress
 from ftkit.utils.hardware import HostLimit, processes_killed_for_memory
@@ -488,6 +491,45 @@ def test_more_ranks_and_offload_are_not_advised_where_all_is_host_memory(tmp_pat
     found: Any = check(str(file), Gpu(name=HOST, memory_bytes=2**40), failed=True)
     assert found["changes"] and all(change["fits"] for change in found["changes"])
     assert not any("strategy" in dict(change["overrides"]) for change in found["changes"])
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_bfloat16_is_the_last_advice_where_a_cpu_emulates_it(fast: bool, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(to_yaml(recipe(accelerator="cpu", precision="32-true")))
+    device = Gpu(name=HOST, memory_bytes=2**20, bf16=fast)
+    tried: list[object] = []
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        tried.append(dict(changed).get("precision"))
+        raise UserError("refused")
+
+    assert changes_that_fit(plan_files([file], gpu=device), attempt) == []
+    single = tried[: tried.index("bf16-true") + 1]
+    assert (len(single) == 1) == fast
+    assert set(tried) == {None, "bf16-true"}
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_check_plans_in_the_precision_of_its_cpu(
+    fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = Devices(accelerator="cpu", count=2, bf16_native=fast)
+    asked: list[Gpu] = []
+
+    def note(_: Recipe, __: Devices, device: Gpu) -> dict[str, Any]:
+        asked.append(device)
+        return {}
+
+    monkeypatch.setattr(preflight, "_check_shown", note)
+    preflight.require_room(recipe(accelerator="cpu"), devices, COMMAND)
+    asked.append(gpus.free_here(1, devices))
+    assert len(asked) == 2
+    file = tmp_path / "recipe.yaml"
+    file.write_text(to_yaml(recipe(accelerator="cpu")))
+    for device in asked:
+        precision = plan_files([file], gpu=device).plan.precision
+        assert precision == ("bf16-mixed" if fast else "32-true")
 
 
 def test_the_kernels_count_of_processes_killed_for_memory_is_read(tmp_path: Path) -> None:

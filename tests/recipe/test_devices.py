@@ -87,6 +87,15 @@ def test_without_a_driver_the_cpu_is_used_and_torch_is_not_queried(machine: Mach
     assert (found.accelerator, found.count, machine.queries) == ("cpu", os.cpu_count(), 0)
 
 
+@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_cpu_is_known_by_whether_it_multiplies_bfloat16(
+    machine: Machine, accelerator: Any, fast: bool
+) -> None:
+    machine.patch.setattr(devices, "multiplies_bf16", lambda: fast)
+    assert find_devices(accelerator).bf16_native == fast
+
+
 def test_a_requested_cpu_needs_no_query_of_torch(machine: Machine) -> None:
     machine.has(here(H100))
     assert find_devices(accelerator="cpu").accelerator == "cpu"

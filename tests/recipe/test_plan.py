@@ -20,6 +20,7 @@ from ftkit.recipe.recipe_keys import accepted_types, key_types
 from ftkit.recipe.sections import check_validations
 
 CPU = Devices(accelerator="cpu", count=8)
+EMULATING_CPU = dataclasses.replace(CPU, bf16_native=False)
 GPU = Devices(accelerator="cuda", count=1, names=("A100",))
 OLD_GPU = Devices(accelerator="cuda", count=1, names=("V100",), bf16_native=False)
 FOUR_GPUS = Devices(accelerator="cuda", count=4, names=("A100",) * 4)
@@ -111,7 +112,13 @@ def test_automatic_micro_batches_are_not_planned_without_a_device(key: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("devices", "precision"), [(CPU, "bf16-mixed"), (GPU, "bf16-mixed"), (OLD_GPU, "16-mixed")]
+    ("devices", "precision"),
+    [
+        (CPU, "bf16-mixed"),
+        (EMULATING_CPU, "32-true"),
+        (GPU, "bf16-mixed"),
+        (OLD_GPU, "16-mixed"),
+    ],
 )
 def test_the_default_precision_is_what_the_device_is_good_at(
     devices: Devices, precision: str
@@ -130,6 +137,8 @@ def test_float16_is_refused_on_a_cpu_and_not_on_a_gpu(precision: str) -> None:
     message = refusal(precision=precision)
     instead = f"b{precision.replace('16', 'f16')}"
     assert says(message, f"precision is {precision} ... CUDA ... --precision {instead}")
+    emulated = refusal(EMULATING_CPU, precision=precision)
+    assert says(emulated, f"precision is {precision} ... CUDA ... --precision 32-true")
     assert plan(GPU, precision="16-mixed").precision == "16-mixed"
 
 
@@ -167,6 +176,11 @@ def test_bfloat16_that_is_only_emulated_warns(precision: str) -> None:
     made = plan(OLD_GPU, precision=precision)
     assert made.precision == precision
     assert made.notices[0].startswith("V100 has no bfloat16 hardware")
+    made = plan(EMULATING_CPU, precision=precision)
+    assert made.precision == precision
+    (notice,) = made.notices
+    assert says(notice, f"precision is {precision} ... CPU ... --precision 32-true")
+    assert plan(EMULATING_CPU, precision="32-true").notices == ()
 
 
 # --- Devices and strategies ---------------------------------------------------------------------

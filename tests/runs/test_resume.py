@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import save
+from checkpoints import save, some_metadata
 from command import NO_TORCH, Command
 from command_table import COMMANDS
 from messages import key_words, message_of, says
@@ -191,6 +191,21 @@ def test_setting_a_resolved_default_is_not_a_change(out: Path) -> None:
     assert found(new_recipe).changes == ()
     new_recipe = recipe(out, resume="auto", precision="32-true")
     assert found(new_recipe).changes == ("precision bf16-mixed -> 32-true",)
+
+
+def test_a_run_keeps_its_precision_unless_one_is_named(out: Path) -> None:
+    save_run(recipe(out), 5, carried={"loss": {}})
+    start = found(recipe(out, resume="auto"))
+    assert (start.kept, start.changes) == ({"precision": "bf16-mixed"}, ())
+    start = found(recipe(out, resume="auto", precision="32-true"))
+    assert (start.kept, start.changes) == ({}, ("precision bf16-mixed -> 32-true",))
+
+
+@pytest.mark.parametrize("saved", [{}, {"precision": "bf16-true"}])
+def test_an_imported_run_has_the_precision_of_its_recipe(out: Path, saved: dict[str, str]) -> None:
+    """Its checkpoint was written without a step."""
+    save_run(recipe(out, **saved), 5)
+    assert found(recipe(out, resume="auto")).kept == saved
 
 
 @pytest.mark.parametrize("begun", [100, 3])
@@ -557,6 +572,24 @@ def test_the_job_has_the_start_and_the_stop(
     assert going_on == f"continuing from step 5: {store.path(5).resolve()}"
     assert changed == "changed: train.epochs 2 -> 3"
     assert len(beginning) == 4 and beginning[0].startswith("starting 1 process on ")
+
+
+@pytest.mark.parametrize("size", [1, "auto"])
+def test_a_precision_that_this_machine_lacks_is_refused_with_one_to_name(
+    make_recipe: Callable[..., Recipe], out: Path, size: int | str
+) -> None:
+    keys = {"precision": "null", "train__micro_batch_size": size}
+    layout = some_metadata(5).layout
+    layout = dataclasses.replace(layout, precision="16-mixed", accelerator="cuda")
+    save_run(make_recipe(**keys), 5, layout=layout, carried={"loss": {}})
+    before = content(out)
+    text = mistake(make_recipe(**keys, resume="auto"))
+    assert says(
+        text, "precision is 16-mixed ... CUDA ... --precision ... step-00000005 ... 16-mixed"
+    )
+    assert content(out) == before
+    with prepared(make_recipe(**keys | {"precision": "32-true"}, resume="auto")) as job:
+        assert (job.plan.precision, job.changes) == ("32-true", ("precision 16-mixed -> 32-true",))
 
 
 def test_a_run_continues_in_place_and_keeps_everything_up_to_its_start(

@@ -1,4 +1,4 @@
-"""Limits of host memory: of the machine, its containers and processes."""
+"""Limits of host memory, of the machine, its containers and processes; what the CPU multiplies."""
 
 import resource
 from pathlib import Path
@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ftkit.utils.hardware import CpuUtilization, HostLimit, available_host_bytes, host_limit
+from ftkit.utils.hardware import (
+    CpuUtilization,
+    HostLimit,
+    available_host_bytes,
+    host_limit,
+    multiplies_bf16,
+)
 
 GIB = 2**30
 RESTING = 9223372036854771712
@@ -83,3 +89,37 @@ def test_use_of_the_cpu_does_not_depend_on_the_time_of_day(
     monkeypatch.setattr(use, "_process", SimpleNamespace(cpu_times=lambda: times))
     monkeypatch.setattr("time.time", lambda: 0.0)
     assert use.mean() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "fast"),
+    [
+        ("flags\t\t: fpu sse4_2 avx avx2 fma", False),
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512_vnni", False),
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16", True),
+        ("flags\t\t: fpu avx2 amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd i8mm bf16", True),
+        ("Features\t: fp asimd", False),
+        ("bugs\t\t: bf16 avx512_bf16", False),
+        ("", False),
+        (None, False),
+    ],
+    ids=[
+        "AVX2",
+        "AVX-512",
+        "AVX-512 BF16",
+        "AMX",
+        "Arm with",
+        "Arm",
+        "other",
+        "no line",
+        "no file",
+    ],
+)
+def test_a_cpu_multiplies_bfloat16_by_its_flags(
+    line: str | None, fast: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if line is not None:
+        file.write_text(f"processor\t: 0\nmodel name\t: bf16\n{line}\n\nprocessor\t: 1\n")
+    assert multiplies_bf16(file) == fast

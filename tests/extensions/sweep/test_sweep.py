@@ -204,6 +204,16 @@ def test_a_resolved_auto_value_is_the_same_recipe(
     assert action("--train.micro_batch_tokens", "auto") == "skip small: completed"
 
 
+def test_a_precision_that_a_continued_run_has_kept_is_the_same_recipe(
+    action: Callable[..., str], tmp_path: Path
+) -> None:
+    make_run(tmp_path / "o/small")
+    record(tmp_path, precision="bf16-mixed")
+    assert action() == "skip small: completed"
+    with pytest.raises(UserError, match=key_words("precision is bf16-mixed there")):
+        action("--precision", "32-true")
+
+
 @pytest.mark.parametrize("outcome", ["failed", "interrupted", "stopped"])
 def test_a_run_that_ended_early_continues_from_its_checkpoint_or_starts_again(
     action: Callable[..., str], tmp_path: Path, outcome: OutcomeName
