@@ -17,7 +17,7 @@ from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
 from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_single_file
-from ftkit.models.pretrained.hub_errors import naming
+from ftkit.models.pretrained.model_names import naming
 from ftkit.models.pretrained.recipe_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.single_file import Conversion

@@ -8,7 +8,7 @@ from messages import message_of, says
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.models.pretrained.hub_errors import nearest_directory
+from ftkit.models.pretrained.model_names import nearest_directory
 from ftkit.recipe.parsing import read_recipe
 from ftkit.strategies.schedule import make_schedule
 

@@ -13,12 +13,8 @@ import yaml
 
 from ftkit.data.records.paths import is_hub_name
 from ftkit.evaluation.result import Result, report_of
-from ftkit.models.pretrained.hub import (
-    CARD,
-    hub_name,
-    licence_files,
-    split_version,
-)
+from ftkit.models.pretrained.hub import hub_name, split_version
+from ftkit.models.pretrained.model_files import CARD, licence_files
 from ftkit.recipe.adapter_types import LORA, type_title
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores

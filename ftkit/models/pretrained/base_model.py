@@ -26,8 +26,18 @@ from ftkit.models.architectures.read import (
     read_architecture,
 )
 from ftkit.models.pretrained import hub
-from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
-from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
+from ftkit.models.pretrained.model_files import (
+    EXTRA_WEIGHTS,
+    OUTLINE,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    is_classifier,
+    is_licence,
+    licence_files,
+    read_json,
+    weight_files,
+)
+from ftkit.models.pretrained.model_names import nearest_names, nearest_types
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.stored_forms import StoredForm, plain_settings, stored_form
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -51,7 +61,7 @@ from ftkit.recipe.implementations import (
 )
 from ftkit.utils import embedded
 
-_BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
+_BESIDE = ("generation_config.json", *PROCESSOR_FILES)
 
 _TIED = (
     "llama-3.2-",
@@ -166,7 +176,7 @@ def open_base(
         return _open_random(checkpoint_dir, implementation)
     directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
     name = short_name(directory)
-    settings = hub.read_json(directory / "config.json")
+    settings = read_json(directory / "config.json")
     form, settings = stored_form(settings, name), plain_settings(settings)
     layout = layout_in(directory)
     architecture = _architecture_of(directory, settings, name, layout, implementation)
@@ -216,7 +226,7 @@ def _architecture_of(
 ) -> Architecture:
     """Read an architecture, and from config.json whether it is that of a reward model."""
     architecture = read_architecture(directory, settings, name, layout, implementation)
-    if not hub.is_classifier(settings):
+    if not is_classifier(settings):
         return architecture
     # Two is the default of transformers, which files therefore leave out.
     labels = len(settings.get("id2label") or "01")
@@ -251,7 +261,7 @@ def open_without_weights(directory: Path) -> BaseModel:
     Raises:
         UserError: a file is missing or damaged.
     """
-    outline = hub.read_json(directory / OUTLINE)
+    outline = read_json(directory / OUTLINE)
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     name, tied, dtype = outline.get("name"), outline.get("tied"), outline.get("dtype")
     implementation = outline.get("implementation", FIRST)
@@ -268,7 +278,7 @@ def open_without_weights(directory: Path) -> BaseModel:
     # Random weights are drawn again from the architecture.
     if name.startswith("random:"):
         return _open_random(name, implementation)
-    settings = plain_settings(hub.read_json(directory / "config.json"))
+    settings = plain_settings(read_json(directory / "config.json"))
     layout = layout_by_settings(directory)  # the weights are not there
     return BaseModel(
         name=name,
@@ -328,7 +338,7 @@ def save_without_weights(base: BaseModel, out: Path) -> None:
     dtype = str(base.dtype).removeprefix("torch.")
     outline = {"name": base.name, "tied": base.tied, "dtype": dtype}
     implementation = base.architecture.implementation
-    # For `hub.has_extra_weights`, which builds no model.
+    # For `model_files.has_extra_weights`, which builds no model.
     extra = {EXTRA_WEIGHTS: True} if base.architecture.rest_shapes else {}
     write_settings(out / OUTLINE, outline | {"implementation": implementation} | extra)
 
@@ -538,7 +548,7 @@ def settings_files() -> list[str]:
 
 def _companion_names() -> list[str]:
     """Names of the files beside the weights that checkpoints keep."""
-    return [*settings_files(), *_BESIDE, *hub.TOKENIZER_FILES]
+    return [*settings_files(), *_BESIDE, *TOKENIZER_FILES]
 
 
 def short_name(directory: Path) -> str:
@@ -553,7 +563,7 @@ def short_name(directory: Path) -> str:
 def _weight_files(directory: Path) -> list[Path]:
     layout = layout_in(directory)
     if layout == HF:
-        return hub.weight_files(directory)
+        return weight_files(directory)
     return [directory / implementation_row(layout).weights_file]
 
 
@@ -590,7 +600,7 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
         held = base.companions.items()
         yield from ((name, content) for name, content in held if not is_licence(name))
         return
-    sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
+    sources = [base.tokenizer_directory / name for name in TOKENIZER_FILES]
     if base.directory is not None:
         # Copied without weights, settings of another layout would decide it.
         layout = layout_in(base.directory)
@@ -647,7 +657,7 @@ def read_blueprint(
         return open_base(checkpoint_dir, implementation)
     # From the surest source to the least: files here, the header of a file, LitGPT's list of sizes.
     if directory := hub.settings_directory(checkpoint_dir, root=root):
-        settings = hub.read_json(directory / "config.json")
+        settings = read_json(directory / "config.json")
         return _of_settings(directory, settings, implementation)
     if file := hub.find_single_file(checkpoint_dir, root=root):
         return _of_settings(file.conversion_place(root), file.settings(), implementation)

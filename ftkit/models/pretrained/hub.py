@@ -1,23 +1,34 @@
 """The Hugging Face hub: finds the directory of a model by its name, or downloads it."""
 
-import json
 import re
 import sys
-from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.hub_errors import explained, http_library, nearest_names
+from ftkit.models.pretrained.hub_errors import explained, http_library
+from ftkit.models.pretrained.model_files import (
+    CARD,
+    DOWNLOADED,
+    SETTINGS_FILES,
+    WEIGHTS,
+    has_tokenizer,
+    incomplete_files,
+    is_licence,
+    licence_files,
+    missing_files,
+    require_readable_weights,
+    weight_files,
+)
+from ftkit.models.pretrained.model_names import listed, suggestion
 from ftkit.models.pretrained.single_file import SingleFile, or_single_files, single_file
-from ftkit.models.pretrained.stored_forms import quantized_weights, stored_form
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.options import DownloadOptions
 from ftkit.utils import embedded
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
-from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import free_disk_bytes
 from ftkit.utils.progress import OnProgress, print_shown
 from ftkit.utils.url_files import url_files
@@ -28,58 +39,10 @@ ROOT = Path("checkpoints")
 
 EMBEDDED_MODELS = ("quickstart",)
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-
-PROCESSOR_FILES = (
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-)
-"""Settings of multimodal models for preparing images and sounds."""
-
-CARD = "README.md"
-"""A model card; its head names the licence of a base model."""
-
-
-_SETTINGS_FILES = (
-    *("config.json", "generation_config.json"),
-    *TOKENIZER_FILES,
-    *PROCESSOR_FILES,
-)
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Weight files in the order of transformers, which reads the first that exists, also in shards."""
-_DOWNLOADED = Path(".cache/huggingface")
-"""Directory that huggingface_hub leaves in each download."""
 _SETTINGS_TIMEOUT_S = 5.0
 """Time limit for an answer of the hub about settings, without which a plan is still possible."""
 # OWNER/NAME, neither of which begins with a dot: ../x and ./x are paths. Behind @ a version.
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w.-]*)?")
-_QUANTIZED_NOTES = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-}
-"""Files beside config.json by which older quantisers, which do not change it, are recognised."""
-
-_SUFFIXES = (".safetensors", ".bin")
-
-# Not followed by a letter: `noticed` is no licence.
-_LICENCE = re.compile(r"(licen[cs]es?|notices?|use_policy)(?![a-z])[^/]*", re.IGNORECASE)
-
-OUTLINE = "base.json"
-"""File of a checkpoint that describes its base model without weights."""
-EXTRA_WEIGHTS = "keeps_rest"
-"""Key of that file for models with more weights than the language model that is trained."""
 
 
 def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) -> Path:
@@ -112,7 +75,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     download_path = root / repo_id if repo_id else None
     if path.is_dir() and (download_path is None or path.resolve() != download_path.resolve()):
         raise UserError(
-            f"checkpoint_dir {name} is not a complete base model: {_listed(missing_files(path))} "
+            f"checkpoint_dir {name} is not a complete base model: {listed(missing_files(path))} "
             "is missing. Give a directory with config.json, a tokenizer and the weights "
             f"(model.safetensors, pytorch_model.bin or their shards){or_single_files()}, or "
             "LitGPT's model_config.yaml and lit_model.pth."
@@ -125,7 +88,7 @@ def find_or_download(name: str, *, token: str | None = None, root: Path = ROOT) 
     what = "is a file, not a directory" if path.is_file() else "does not exist"
     raise UserError(
         f"checkpoint_dir {name} {what}. Give the directory of a base model{or_single_files()}, "
-        f"or a hub name such as TinyLlama/TinyLlama_v1.1.{_suggestion(name)}"
+        f"or a hub name such as TinyLlama/TinyLlama_v1.1.{suggestion(name)}"
     )
 
 
@@ -143,7 +106,7 @@ def find_here(name: str, *, root: Path = ROOT) -> Path | None:
         name = str(directory)
     for candidate in _places(name, root):
         if candidate.is_dir() and not missing_files(candidate):
-            _require_readable_weights(candidate)
+            require_readable_weights(candidate)
             return candidate
     file = find_single_file(name, root=root)
     return None if file is None else _converted(file, root)
@@ -167,7 +130,7 @@ def find_single_file(name: str, *, root: Path = ROOT) -> SingleFile | None:
             require_regular(candidate)
             return found
         # An interrupted download may still lack the files that make it another model.
-        if not candidate.is_dir() or _incomplete_files(candidate):
+        if not candidate.is_dir() or incomplete_files(candidate):
             continue
         files = [one for path in sorted(candidate.iterdir()) if (one := single_file(path))]
         if not files or layout_in(candidate) != HF or weight_files(candidate):
@@ -175,7 +138,7 @@ def find_single_file(name: str, *, root: Path = ROOT) -> SingleFile | None:
         if len(files) > 1:
             raise UserError(
                 f"checkpoint_dir {name} holds {len(files)} {files[0].format.title} files: "
-                f"{_listed([file.path.name for file in files])}. Give one of them, such as "
+                f"{listed([file.path.name for file in files])}. Give one of them, such as "
                 f"{files[0].path}."
             )
         return files[0]
@@ -214,7 +177,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     if wanted is None:
         raise UserError(
             f"{repo_id!r} is not a model on the hub. Give a name such as "
-            f"TinyLlama/TinyLlama_v1.1.{_suggestion(repo_id)}"
+            f"TinyLlama/TinyLlama_v1.1.{suggestion(repo_id)}"
         )
     directory, token = root / wanted, token or None
     repo_id, version = split_version(wanted)
@@ -239,16 +202,16 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
                     allow_patterns=names,
                     tqdm_class=_byte_bars(phase.advance, sum(absent.values())),
                 )  # fmt: skip
-                _require_readable_weights(directory)
+                require_readable_weights(directory)
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
-        raise explained(error, wanted, directory, lambda: _suggestion(repo_id)) from error
+        raise explained(error, wanted, directory, lambda: suggestion(repo_id)) from error
     # Left by earlier attempts, under names that this one did not continue.
-    for stale in _incomplete_files(directory):
+    for stale in incomplete_files(directory):
         stale.unlink()
     missing = missing_files(directory)
     if missing and find_single_file(str(directory), root=root) is None:
         raise UserError(
-            f"{wanted} is in {directory} now, but its repository lacks {_listed(missing)}. Choose "
+            f"{wanted} is in {directory} now, but its repository lacks {listed(missing)}. Choose "
             "another copy of the model."
         )
     return directory
@@ -287,7 +250,7 @@ def fetch_settings(name: str, *, token: str | None = None, root: Path = ROOT) ->
         )
         snapshot_download(
             repo_id, revision=info.sha, local_dir=directory, token=token or None,
-            allow_patterns=list(_SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
+            allow_patterns=list(SETTINGS_FILES), etag_timeout=_SETTINGS_TIMEOUT_S,
             tqdm_class=_byte_bars(None),
         )  # fmt: skip
     except (http_library().HTTPError, HFValidationError, OSError, RuntimeError) as error:
@@ -310,7 +273,7 @@ def settings_directory(name: str, *, root: Path = ROOT) -> Path | None:
     # Settings are enough here, so the directory may be one without weights.
     for candidate in (Path(name).expanduser(), root / plain):
         if any((candidate / file).is_file() for file in ("config.json", "model_config.yaml")):
-            _require_readable_weights(candidate)
+            require_readable_weights(candidate)
             return candidate
     return None
 
@@ -327,75 +290,13 @@ def hub_name(name: str, *, root: Path = ROOT) -> str | None:
         return _repository(name, root)
     *_, owner, model = path.resolve().parts
     # Every directory has a parent: only what huggingface_hub has left shows where it is from.
-    return f"{owner}/{model}" if (path / _DOWNLOADED).is_dir() else None
+    return f"{owner}/{model}" if (path / DOWNLOADED).is_dir() else None
 
 
 def split_version(name: str) -> tuple[str, str | None]:
     """Split ORG/NAME@VERSION; None: it names no version."""
     repo_id, _, version = name.partition("@")
     return repo_id, version or None
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory contains a tokenizer."""
-    return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-
-
-def missing_files(directory: Path) -> list[str]:
-    """List the files that a directory lacks to be a base model; [] if complete.
-
-    Only names are compared. A directory in the layout of an implementation needs its two files, one
-    of Hugging Face config.json and every weight file of its index.
-    """
-    # Checked first: the files that are there may look complete without the unfinished ones.
-    if _incomplete_files(directory):
-        return ["the rest of an interrupted download (run ftkit download again)"]
-    if layout_in(directory) != HF:
-        return []
-    require_regular(settings := directory / "config.json")
-    missing, weights = [] if settings.is_file() else [settings.name], weight_files(directory)
-    if not weights:
-        missing.append("weights (model.safetensors)")
-    return missing + [file.name for file in weights if not file.is_file()]
-
-
-def is_classifier(settings: Mapping[str, Any]) -> bool:
-    """Return whether config.json describes a model that classifies sequences, as rewards do."""
-    named = settings.get("architectures")
-    names = named if isinstance(named, list) else []
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """List the weight files of a Hugging Face directory, existing or not; [] if unknown.
-
-    Raises:
-        UserError: the index of the shards cannot be read.
-    """
-    for name in _WEIGHTS:
-        require_regular(single := directory / name)
-        # A whole file is read even beside an index, as transformers does.
-        if single.is_file():
-            return [single]
-        if (index := directory / f"{name}.index.json").is_file():
-            return indexed_files(read_json(index), index)
-    return []
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a settings file; {} if it does not exist.
-
-    Raises:
-        UserError: it is not a JSON object.
-    """
-    require_regular(file)
-    if not file.is_file():
-        return {}
-    with reading(file, "a JSON object"):
-        content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is not a JSON object. Download it again.")
-    return content
 
 
 def _embedded(name: str) -> Path:
@@ -430,15 +331,6 @@ def _converted(file: SingleFile, root: Path) -> Path | None:
     return place if place.is_dir() else None
 
 
-def _require_readable_weights(directory: Path) -> None:
-    """Refuse a directory whose weights are stored in a form that cannot be read."""
-    if stored_form(read_json(directory / "config.json"), str(directory)) is not None:
-        return
-    for note, method in _QUANTIZED_NOTES.items():
-        if (directory / note).is_file():
-            raise quantized_weights({"quant_method": method}, str(directory))
-
-
 def _repository(name: str, root: Path) -> str | None:
     """Return ORG/NAME, with @VERSION, if the name can mean a model on the hub."""
     name = name.removeprefix("./").rstrip("/")
@@ -448,15 +340,10 @@ def _repository(name: str, root: Path) -> str | None:
     return name if _REPOSITORY.fullmatch(name) and not single_file(Path(name)) else None
 
 
-def _incomplete_files(directory: Path) -> list[Path]:
-    """List the files in a directory whose download huggingface_hub has not finished."""
-    return sorted((directory / _DOWNLOADED / "download").rglob("*.incomplete"))
-
-
 def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
-    beside = [f for f in files if f in (*_SETTINGS_FILES, CARD) or is_licence(f)]
+    beside = [f for f in files if f in (*SETTINGS_FILES, CARD) or is_licence(f)]
     # The first format that the repository has: never safetensors and .bin of the same weights.
-    for name in _WEIGHTS:
+    for name in WEIGHTS:
         if name in files:
             return [*beside, name]
         if (index := f"{name}.index.json") in files:
@@ -472,7 +359,7 @@ def _files_to_fetch(repo_id: str, files: list[str]) -> list[str]:
     if converted:
         raise UserError(
             f"{repo_id} holds {len(converted)} {singles[0].format.title} files: "
-            f"{_listed(converted)}. Fetch one by "
+            f"{listed(converted)}. Fetch one by "
             f"hf download {repo_id} {converted[0]} --local-dir DIRECTORY, and give its path."
         )
     raise UserError(
@@ -511,7 +398,7 @@ def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) 
     needed_bytes = sum(absent_bytes.values())
     # huggingface_hub 1 continues NAME.ETAG.incomplete. From version 2 on each attempt has a name
     # of its own, NAME.ETAG.RANDOM.incomplete, and begins the file again.
-    resumed = [file for file in _incomplete_files(directory) if file.name.count(".") == 2]
+    resumed = [file for file in incomplete_files(directory) if file.name.count(".") == 2]
     needed_bytes -= sum(file.stat().st_size for file in resumed)
     free_bytes = free_disk_bytes(directory)
     if needed_bytes > free_bytes:
@@ -522,64 +409,3 @@ def _require_space(repo_id: str, directory: Path, absent_bytes: dict[str, int]) 
         )
     # Incomplete files may be left of others than those that are absent.
     return max(needed_bytes, 0)
-
-
-def _suggestion(name: str) -> str:
-    names = nearest_names(name)
-    return f" Did you mean {' or '.join(names)}?" if names else ""
-
-
-def _listed(names: list[str]) -> str:
-    """Join names into a phrase, with at most three of them."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def indexed_files(content: Mapping[str, Any], index: Path) -> list[Path]:
-    """Return the weight files that an index names, existing or not; sorted.
-
-    Only names are compared: a link may lead out of the directory, as the files of a hub's cache do.
-
-    Args:
-        content: of the index.
-        index: model.safetensors.index.json or pytorch_model.bin.index.json.
-
-    Raises:
-        UserError: it lists no files, or names one outside of its own directory.
-    """
-    weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index} does not list the weight files. Download it again.")
-    files = set()
-    for tensor, name in weight_map.items():
-        # A null byte would raise where the file is looked for.
-        place = PurePath(name) if isinstance(name, str) and "\0" not in name else PurePath()
-        if place.is_absolute() or ".." in place.parts or place.suffix not in _SUFFIXES:
-            raise UserError(
-                f"{index} says that {tensor} lies in {name!r}, but it has to name a weight file in "
-                f"{index.parent}, such as model-00001-of-00002{_SUFFIXES[0]}. Download it again."
-            )
-        files.add(index.parent / place)
-    return sorted(files)
-
-
-def licence_files(directory: Path) -> list[Path]:
-    """Licence files of the model in a directory."""
-    return sorted(file for file in directory.iterdir() if is_licence(file.name) and file.is_file())
-
-
-def is_licence(name: str) -> bool:
-    """Return whether a file of this name is a licence, with any suffix."""
-    return _LICENCE.fullmatch(name) is not None
-
-
-def has_extra_weights(directory: Path) -> bool:
-    """Return whether a result needs weights of the base model that no checkpoint contains.
-
-    Args:
-        directory: of a checkpoint, with settings, tokenizer and outline.
-
-    Raises:
-        UserError: the outline is damaged.
-    """
-    return bool(read_json(directory / OUTLINE).get(EXTRA_WEIGHTS))

@@ -28,12 +28,10 @@ from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained import hub
-from ftkit.models.pretrained.hub import download, find_or_download, missing_files
-from ftkit.models.pretrained.hub_errors import (
-    explained,
-    http_library,
-    nearest_names,
-)
+from ftkit.models.pretrained.hub import download, find_or_download
+from ftkit.models.pretrained.hub_errors import explained, http_library
+from ftkit.models.pretrained.model_files import missing_files
+from ftkit.models.pretrained.model_names import nearest_names
 from ftkit.utils import embedded, progress
 from ftkit.utils.console.formatting import bytes_text
 
