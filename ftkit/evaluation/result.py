@@ -23,7 +23,6 @@ from ftkit.checkpoint.metadata import (
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE, template_of
-from ftkit.models.pretrained.hub import ROOT, find_or_download, find_single_file
 from ftkit.models.pretrained.model_files import (
     is_classifier,
     missing_files,
@@ -31,6 +30,7 @@ from ftkit.models.pretrained.model_files import (
     weight_files,
 )
 from ftkit.models.pretrained.model_names import nearest_directory
+from ftkit.models.pretrained.places import ROOT, find_or_download, find_single_file
 from ftkit.models.pretrained.single_file import single_file
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores

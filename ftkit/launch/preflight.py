@@ -18,8 +18,13 @@ from typing import Any
 import yaml
 
 from ftkit.errors import DoesNotFit, UserError, device_line
-from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_single_file, settings_directory
 from ftkit.models.pretrained.model_files import read_json
+from ftkit.models.pretrained.places import (
+    ROOT,
+    fetch_settings,
+    find_single_file,
+    settings_directory,
+)
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
 from ftkit.recipe.companions import named_companion
 from ftkit.recipe.devices import Devices

@@ -9,7 +9,6 @@ import pytest
 from messages import key_words, message_of, says
 
 from ftkit.data.prepare import make_renderer
-from ftkit.data.records.hub import HubName
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.read import RecordSet
 from ftkit.data.records.record import Record
@@ -18,6 +17,7 @@ from ftkit.data.sources import data_source
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
+from ftkit.recipe.hubs import HubName
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.recipe import Component

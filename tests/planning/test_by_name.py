@@ -14,7 +14,7 @@ from stand_in_hub import HubHandler, serving
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.models.pretrained import hub
+from ftkit.models.pretrained import places
 from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 from ftkit.planning.table import plan_table
@@ -71,10 +71,10 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
                 self.reply(200, content, {"ETag": etag, "X-Repo-Commit": COMMIT})
 
     monkeypatch.chdir(tmp_path)
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
     with serving(Handler, monkeypatch, tmp_path):
         yield found
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
 
 
 def refusal(name: str, *words: str) -> str:
@@ -111,7 +111,7 @@ def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
     assert says(text, f"LitGPT's {KNOWN} ... config.json")
     assert "no tokenizer found" in text
 
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
     served.requests = 0
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run(words) == 0

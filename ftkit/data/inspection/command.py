@@ -45,13 +45,13 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
 )
 from ftkit.data.prepare import Prepared  # noqa: E402
 from ftkit.data.records.bad import SKIP, BadData  # noqa: E402
-from ftkit.data.records.hub import as_owner_of  # noqa: E402
 from ftkit.data.records.media import shown_medium  # noqa: E402
 from ftkit.data.samples.sample_set import Sample, SampleSet, media_numbers  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
-from ftkit.models.pretrained.hub import fetch_settings, find_or_download, find_single_file  # noqa: E402
 from ftkit.models.pretrained.model_files import has_tokenizer  # noqa: E402
+from ftkit.models.pretrained.places import fetch_settings, find_or_download, find_single_file  # noqa: E402
 from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens  # noqa: E402
+from ftkit.recipe.hubs import as_owner_of  # noqa: E402
 from ftkit.utils.progress import print_notice  # noqa: E402
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.model_files import (
     TOKENIZER_FILES,
     has_tokenizer,
@@ -14,6 +13,7 @@ from ftkit.models.pretrained.model_files import (
     read_json,
 )
 from ftkit.models.pretrained.model_names import naming
+from ftkit.models.pretrained.places import fetch_settings, settings_directory
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.utils.confinement import confined
@@ -31,7 +31,7 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
     opened.
 
     Args:
-        name: of the trained model, as `hub.find_or_download` takes it.
+        name: of the trained model, as `find_or_download` takes it.
         other: of the second one.
         key: of the recipe, which names the second one.
         token: of a Hugging Face account. Default: $HF_TOKEN.
@@ -40,10 +40,10 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
         UserError: as `check_tokens`, and for a teacher as `check_logits`.
     """
     for one in (name, other):
-        hub.fetch_settings(one, token=token)
-    own = hub.settings_directory(name)
+        fetch_settings(one, token=token)
+    own = settings_directory(name)
     with naming(key):
-        others = hub.settings_directory(other)
+        others = settings_directory(other)
     if own is None or others is None:
         return
     # Usually both are of one family: two tokenizers need not be built.

@@ -25,7 +25,6 @@ from ftkit.models.architectures.read import (
     known_architecture,
     read_architecture,
 )
-from ftkit.models.pretrained import hub
 from ftkit.models.pretrained.model_files import (
     EXTRA_WEIGHTS,
     OUTLINE,
@@ -38,6 +37,13 @@ from ftkit.models.pretrained.model_files import (
     weight_files,
 )
 from ftkit.models.pretrained.model_names import nearest_names, nearest_types
+from ftkit.models.pretrained.places import (
+    EMBEDDED_MODELS,
+    ROOT,
+    find_or_download,
+    find_single_file,
+    settings_directory,
+)
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.stored_forms import StoredForm, plain_settings, stored_form
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -50,6 +56,7 @@ from ftkit.models.pretrained.weight_files import (
     stored_tensors,
     write_settings,
 )
+from ftkit.recipe.hubs import split_version
 from ftkit.recipe.implementations import (
     FIRST,
     HF,
@@ -156,12 +163,12 @@ def open_base(
     implementation: Implementation | None = None,
     *,
     token: str | None = None,
-    root: Path = hub.ROOT,
+    root: Path = ROOT,
 ) -> BaseModel:
     """Open a base model, downloading it if needed; everything is read except the weights.
 
     Args:
-        checkpoint_dir: a name as `hub.find_or_download` takes it, or ``random:NAME`` for random
+        checkpoint_dir: a name as `find_or_download` takes it, or ``random:NAME`` for random
             weights in an architecture that LitGPT knows by this name (or its ORG/NAME), or in the
             default one of a model type of transformers.
         implementation: library whose code computes it; None: see `read_architecture`.
@@ -174,7 +181,7 @@ def open_base(
     """
     if checkpoint_dir.startswith("random:"):
         return _open_random(checkpoint_dir, implementation)
-    directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
+    directory = find_or_download(checkpoint_dir, token=token, root=root)
     name = short_name(directory)
     settings = read_json(directory / "config.json")
     form, settings = stored_form(settings, name), plain_settings(settings)
@@ -554,7 +561,7 @@ def _companion_names() -> list[str]:
 def short_name(directory: Path) -> str:
     """Name of the model in a directory, for reports."""
     # An embedded model lies in a directory called `model`.
-    for name in hub.EMBEDDED_MODELS:
+    for name in EMBEDDED_MODELS:
         if directory.resolve() == (embedded.path(name) / "model").resolve():
             return name
     return directory.resolve().name
@@ -638,7 +645,7 @@ def read_blueprint(
     implementation: Implementation | None = None,
     *,
     unreached: UserError | None = None,
-    root: Path = hub.ROOT,
+    root: Path = ROOT,
 ) -> BaseModel:
     """Describe a base model from its settings alone; it has no weights.
 
@@ -647,7 +654,7 @@ def read_blueprint(
             config.json or model_config.yaml in a directory; a hub name that LitGPT knows need not
             be on this machine.
         implementation: library whose code computes it; None: see `read_architecture`.
-        unreached: error of `hub.fetch_settings`, for the message.
+        unreached: error of `fetch_settings`, for the message.
         root: directory of downloads.
 
     Raises:
@@ -656,13 +663,13 @@ def read_blueprint(
     if checkpoint_dir.startswith("random:"):
         return open_base(checkpoint_dir, implementation)
     # From the surest source to the least: files here, the header of a file, LitGPT's list of sizes.
-    if directory := hub.settings_directory(checkpoint_dir, root=root):
+    if directory := settings_directory(checkpoint_dir, root=root):
         settings = read_json(directory / "config.json")
         return _of_settings(directory, settings, implementation)
-    if file := hub.find_single_file(checkpoint_dir, root=root):
+    if file := find_single_file(checkpoint_dir, root=root):
         return _of_settings(file.conversion_place(root), file.settings(), implementation)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
-    if known := known_architecture(hub.split_version(name)[0], implementation):
+    if known := known_architecture(split_version(name)[0], implementation):
         return _of_hub(*known)
     wanted = unreached or (
         f"Put its config.json into {root / name}, or give a directory with config.json or "
@@ -710,7 +717,7 @@ def _of_settings(
 
 
 def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
-    directory = hub.ROOT / hub_name
+    directory = ROOT / hub_name
     return BaseModel(
         name=directory.name,
         directory=directory,

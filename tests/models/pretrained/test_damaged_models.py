@@ -19,8 +19,8 @@ from tiny import make_llama
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import open_base, read_blueprint
-from ftkit.models.pretrained.hub import find_here
 from ftkit.models.pretrained.model_files import weight_files
+from ftkit.models.pretrained.places import find_here
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import stored_tensors
 

@@ -27,11 +27,12 @@ from messages import says
 from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained import hub
-from ftkit.models.pretrained.hub import download, find_or_download
+from ftkit.models.pretrained import hub, places
+from ftkit.models.pretrained.hub import download
 from ftkit.models.pretrained.hub_errors import explained, http_library
 from ftkit.models.pretrained.model_files import missing_files
 from ftkit.models.pretrained.model_names import nearest_names
+from ftkit.models.pretrained.places import find_or_download
 from ftkit.utils import embedded, progress
 from ftkit.utils.console.formatting import bytes_text
 
@@ -242,12 +243,12 @@ def test_settings_are_fetched_without_weights_and_a_download_goes_on_from_there(
     served: Hub, root: Path
 ) -> None:
     served.files |= {"tokenizer_config.json": b"{}"}
-    hub.fetch_settings(REPOSITORY, root=root)
+    places.fetch_settings(REPOSITORY, root=root)
     small = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert contents(root / REPOSITORY).keys() == small
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
     asked = len(served.requests)
-    hub.fetch_settings(f"{root}/{REPOSITORY}", root=root)
+    places.fetch_settings(f"{root}/{REPOSITORY}", root=root)
     assert len(served.requests) == asked
     assert contents(download(REPOSITORY, root=root)) == needed(served.files)
 
@@ -257,9 +258,9 @@ def test_a_version_is_fetched_into_a_directory_of_its_own(served: Hub, root: Pat
     assert directory == root / f"{REPOSITORY}@v1.2"
     assert f"/api/models/{REPOSITORY}/revision/v1.2" in {r.path for r in served.requests}
     assert contents(directory) == needed(SAFE)
-    assert hub.find_here(f"{REPOSITORY}@v1.2", root=root) == directory
-    assert hub.find_here(REPOSITORY, root=root) is None
-    assert hub.hub_name(str(directory)) == f"{REPOSITORY}@v1.2"
+    assert places.find_here(f"{REPOSITORY}@v1.2", root=root) == directory
+    assert places.find_here(REPOSITORY, root=root) is None
+    assert places.hub_name(str(directory)) == f"{REPOSITORY}@v1.2"
     served.status, served.error_code = 404, "RevisionNotFound"
     assert says(failure(root, repository=f"{REPOSITORY}@v9"), REPOSITORY, "no version v9")
 
@@ -269,10 +270,10 @@ def test_settings_that_cannot_be_had_are_no_error_and_leave_nothing(
     served: Hub, root: Path, status: int | None
 ) -> None:
     served.gated, served.status = status is None, status
-    hub.fetch_settings(REPOSITORY, root=root)
+    places.fetch_settings(REPOSITORY, root=root)
     assert served.requests and not (root / REPOSITORY / "config.json").exists()
-    hub.fetch_settings("no-repository", root=root)
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings("no-repository", root=root)
+    places.fetch_settings.cache_clear()
 
 
 def test_a_second_download_fetches_no_file_and_a_second_search_asks_nothing(
@@ -407,9 +408,9 @@ def test_a_hub_that_does_not_answer_in_time_is_given_up(
 ) -> None:
     served.stalls = True
     monkeypatch.setattr(hub, "_SETTINGS_TIMEOUT_S", 0.2)
-    refusal = hub.fetch_settings(REPOSITORY, root=root)
+    refusal = places.fetch_settings(REPOSITORY, root=root)
     served.stalled.set()
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
     assert refusal is not None and "broke off (ReadTimeout). Run the command again" in str(refusal)
 
 
@@ -582,7 +583,7 @@ def test_the_embedded_model_is_found_by_name(
 
 def test_importing_the_module_is_cheap() -> None:
     heavy = {"torch", "litgpt", "huggingface_hub"}
-    code = f"import sys, ftkit.models.pretrained.hub; print({heavy!r} & {{*sys.modules}})"
+    code = f"import sys, ftkit.models.pretrained.places; print({heavy!r} & {{*sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
