@@ -12,6 +12,10 @@ from typing import Any, Protocol
 from ftkit.errors import UserError
 from ftkit.utils.registry import Registry, imported
 
+READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
+"""Builders of the datasets library that read tables and texts. All others are refused: one of them
+unpickles."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
@@ -98,17 +102,7 @@ class Hub:
         return importlib.import_module(self.models)
 
 
-HUBS: Registry[Hub] = Registry(
-    "hubs",
-    (Hub,),
-    core=(
-        Hub(
-            name="hub",
-            models="ftkit.models.pretrained.hub",
-            data_sets="ftkit.data.records.hub:HubData",
-        ),
-    ),
-)
+HUBS: Registry[Hub] = Registry("hubs", (Hub,), core=())
 # Neither OWNER nor NAME begins with a dot: ../x and ./x are paths.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _VERSION = re.compile(r"\w[\w.-]*")

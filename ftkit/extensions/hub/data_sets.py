@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 from ftkit.data.records.paths import VALIDATION
 from ftkit.data.records.tables import batch_rows
 from ftkit.errors import UserError
-from ftkit.recipe.hubs import HubName
+from ftkit.recipe.hubs import READ_BUILDERS, HubName
 from ftkit.utils.names import nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
-"""Builders of the datasets library that read tables and texts. All others are refused: one of them
-unpickles."""
 _AT_ONCE = 1000
 _UNREACHABLE = "client has been closed"
 """Message of huggingface_hub 1.3 when it cannot resolve the address of the hub."""

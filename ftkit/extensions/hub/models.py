@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.hub_errors import explained, http_library
+from ftkit.extensions.hub.commands import DownloadOptions
+from ftkit.extensions.hub.errors import explained, http_library
 from ftkit.models.pretrained.model_files import (
     CARD,
     SETTINGS_FILES,
@@ -20,7 +21,6 @@ from ftkit.models.pretrained.model_names import listed, suggestion
 from ftkit.models.pretrained.places import ROOT, find_single_file, name_on_hub
 from ftkit.models.pretrained.single_file import or_single_files, single_file
 from ftkit.recipe.hubs import split_version
-from ftkit.recipe.options import DownloadOptions
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.files import free_disk_bytes

@@ -27,9 +27,10 @@ from messages import says
 from stand_in_hub import HubHandler, serving
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained import hub, places
-from ftkit.models.pretrained.hub import download
-from ftkit.models.pretrained.hub_errors import explained, http_library
+from ftkit.extensions.hub import models
+from ftkit.extensions.hub.errors import explained, http_library
+from ftkit.extensions.hub.models import download
+from ftkit.models.pretrained import places
 from ftkit.models.pretrained.model_files import missing_files
 from ftkit.models.pretrained.model_names import nearest_names
 from ftkit.models.pretrained.places import find_or_download
@@ -407,7 +408,7 @@ def test_a_hub_that_does_not_answer_in_time_is_given_up(
     served: Hub, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.stalls = True
-    monkeypatch.setattr(hub, "_SETTINGS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(models, "_SETTINGS_TIMEOUT_S", 0.2)
     refusal = places.fetch_settings(REPOSITORY, root=root)
     served.stalled.set()
     places.fetch_settings.cache_clear()
