@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftkit.errors import UserError
+from ftkit.utils.names import nearest_directory
 from ftkit.utils.registry import Registry, imported
 
 READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
@@ -139,6 +140,7 @@ def hub_of(text: str, key: str) -> tuple[Hub, str]:
         raise UserError(
             f"{key} is {text}, but nothing here has this name, and what it is on a hub is found by "
             "ftkit's extension hub, which is missing.\nGive the path of a file or a directory."
+            f"{nearest_directory(name)}"
         )
     return hub, name
 

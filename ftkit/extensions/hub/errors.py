@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.model_names import nearest_directory
+from ftkit.utils.names import nearest_directory
 
 
 def http_library() -> ModuleType:

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ftkit.errors import UserError
 from ftkit.recipe.implementations import IMPLEMENTATIONS
-from ftkit.utils.names import nearest
 
 
 @contextmanager
@@ -32,14 +30,6 @@ def listed(names: list[str]) -> str:
     """Join names into a phrase, with at most three of them."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def nearest_directory(name: str) -> str:
-    """Suggest a directory with a similar name, as a sentence; "" if there is none."""
-    place = Path(name).parent
-    there = [str(path) for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
-    close = nearest(name, there)
-    return f" Did you mean the directory {close}?" if close else ""
 
 
 def nearest_names(name: str) -> list[str]:

@@ -22,7 +22,6 @@ import pytest
 from command import ROOT
 from huggingface_hub import close_session, constants
 from huggingface_hub.errors import OfflineModeIsEnabled
-from litgpt.config import configs
 from messages import says
 from stand_in_hub import HubHandler, serving
 
@@ -32,9 +31,8 @@ from ftkit.extensions.hub.errors import explained, http_library
 from ftkit.extensions.hub.models import download
 from ftkit.models.pretrained import places
 from ftkit.models.pretrained.model_files import missing_files
-from ftkit.models.pretrained.model_names import nearest_names
 from ftkit.models.pretrained.places import find_or_download
-from ftkit.utils import embedded, progress
+from ftkit.utils import progress
 from ftkit.utils.console.formatting import bytes_text
 
 REPOSITORY = "org/tiny-model"
@@ -374,20 +372,10 @@ def test_a_refused_token_is_said_to_be_so(status: int, served: Hub, root: Path) 
     assert f"HTTP {status}" in text and "token" in text and TOKEN not in text
 
 
-@pytest.mark.extensions
 def test_an_unknown_model_is_answered_with_its_nearest_names(served: Hub, root: Path) -> None:
     text = failure(root, repository="openlm-research/open_lama_3b")
     assert "There is no model openlm-research/open_lama_3b" in text
     assert "Did you mean openlm-research/open_llama_3b" in text
-
-
-@pytest.mark.extensions
-@pytest.mark.parametrize("config", configs[::20], ids=lambda config: config["name"])
-def test_models_are_found_by_any_of_their_names(config: dict[str, Any]) -> None:
-    hub_name = f"{config['hf_config']['org']}/{config['hf_config']['name']}"
-    copy = f"somebody/{config['hf_config']['name']}"
-    for name in (config["name"], config["hf_config"]["name"].upper(), hub_name, copy):
-        assert hub_name in nearest_names(name)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -504,7 +492,6 @@ def make_directory(directory: Path, *files: str) -> Path:
     return directory
 
 
-@pytest.mark.extensions
 @pytest.mark.parametrize(
     "files",
     [
@@ -543,13 +530,6 @@ def test_an_incomplete_directory_of_ones_own_is_refused_naming_what_is_missing(
     assert not served.requests
 
 
-def test_an_index_that_lists_nothing_is_refused(tmp_path: Path) -> None:
-    directory = make_directory(tmp_path, "config.json", "model.safetensors.index.json")
-    with pytest.raises(UserError, match="does not list the weight files"):
-        find_or_download(str(directory))
-
-
-@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -567,24 +547,9 @@ def test_a_path_that_does_not_exist_says_what_to_give(
     assert not served.requests
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(UserError, match="is a file, not a directory"):
-        find_or_download(str(tmp_path / "model.safetensors"))
-
-
-def test_the_embedded_model_is_found_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embedded, "path", lambda name: tmp_path / name)
-    assert find_or_download("embedded:quickstart") == tmp_path / "quickstart/model"
-    with pytest.raises(UserError, match="Embedded in ftkit: embedded:quickstart"):
-        find_or_download("embedded:other")
-
-
 def test_importing_the_module_is_cheap() -> None:
     heavy = {"torch", "litgpt", "huggingface_hub"}
-    code = f"import sys, ftkit.models.pretrained.places; print({heavy!r} & {{*sys.modules}})"
+    code = f"import sys, ftkit.extensions.hub.models; print({heavy!r} & {{*sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
@@ -607,7 +572,6 @@ def test_weights_that_cannot_be_read_are_not_downloaded(served: Hub, root: Path)
     assert [request.path.rpartition("/")[2] for request in served.transfers()] == ["config.json"]
 
 
-@pytest.mark.extensions
 def test_the_only_gguf_file_of_a_repository_is_fetched(served: Hub, root: Path) -> None:
     served.files = {"model-Q8_0.gguf": b"GGUF", "README.md": b"", "LICENSE": b"terms"}
     directory = download(REPOSITORY, root=root)
@@ -616,7 +580,6 @@ def test_the_only_gguf_file_of_a_repository_is_fetched(served: Hub, root: Path) 
         find_or_download(REPOSITORY, root=root)
 
 
-@pytest.mark.extensions
 def test_of_several_gguf_files_one_has_to_be_chosen(served: Hub, root: Path) -> None:
     served.files = {"a.gguf": b"GGUF", "b.gguf": b"GGUF"}
     assert f"2 GGUF files: a.gguf, b.gguf. Fetch one by hf download {REPOSITORY} a.gguf" in failure(
