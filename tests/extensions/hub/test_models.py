@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,11 @@ class Hub:
 
     def arrived_bytes(self) -> int:
         """Bytes that the client has written of files that are not complete."""
-        return sum(file.stat().st_size for file in self.downloads.rglob("*.incomplete"))
+        total = 0
+        for file in self.downloads.rglob("*.incomplete"):
+            with suppress(FileNotFoundError):  # complete by now
+                total += file.stat().st_size
+        return total
 
     def transfers(self) -> list[Request]:
         return [
