@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from messages import says
+from messages import message_of, says
 from stand_in_hub import HubHandler, serving
 
 from ftkit.cli.app import run
@@ -18,6 +18,7 @@ from ftkit.models.pretrained import places
 from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 from ftkit.planning.table import plan_table
+from ftkit.recipe.hubs import HUBS
 from ftkit.utils import progress
 from ftkit.utils.console.terminal import plain_text
 
@@ -160,6 +161,18 @@ def test_an_unknown_name_says_so_where_downloads_are_forbidden(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE forbids" in refusal(UNKNOWN)
+
+
+@pytest.mark.extensions
+def test_data_of_a_model_that_litgpt_knows_need_the_hub_for_its_tokenizer(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("data", "--checkpoint_dir", KNOWN, "--data", "JSON")
+    data = ("--data.path", "embedded:quickstart")
+    assert says(message_of(run, [*words, *data]), "tokenizer ... not on this machine", "download")
+    places.fetch_settings.cache_clear()
+    monkeypatch.setattr(HUBS, "_of_extensions", {})
+    assert says(message_of(run, [*words, *data]), KNOWN, "extension hub, which is missing")
 
 
 @pytest.mark.slow
