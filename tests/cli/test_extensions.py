@@ -474,6 +474,7 @@ def test_files_of_another_package_are_data(ftkit_with: Callable[..., Run], tmp_p
     assert empty.returncode == 2 and "talk.rec" in empty.stderr and "Traceback" not in empty.stderr
 
 
+@pytest.mark.extensions
 @pytest.mark.slow
 def test_models_and_data_come_from_the_hub_of_another_package(
     ftkit_with: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
