@@ -9,7 +9,6 @@ from ftkit.recipe.options import (
     CleanOptions,
     DataOptions,
     DiffOptions,
-    DownloadOptions,
     EvaluateOptions,
     ExtensionsOptions,
     FinetuneOptions,
@@ -143,14 +142,6 @@ COMMANDS: Registry[Command | Group] = Registry(
                 "TinyLlama/TinyLlama_v1.1 --data JSON --data.path FILE",
                 "recipes/quickstart.yaml --format html --out data.html",
             ),
-        ),
-        Command(
-            name="download",
-            summary="download a base model from the Hugging Face hub",
-            text="Download a base model from the Hugging Face hub, or finish an earlier download.",
-            options=DownloadOptions,
-            function="ftkit.models.pretrained.hub:download_model",
-            examples=("TinyLlama/TinyLlama_v1.1",),
         ),
         _CHECKPOINTS,
         Command(

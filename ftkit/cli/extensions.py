@@ -19,6 +19,7 @@ from ftkit.models.pretrained.stored_forms import STORED_FORMS
 from ftkit.python_names import PYTHON_NAMES
 from ftkit.recipe.adapter_types import ADAPTER_TYPES
 from ftkit.recipe.companions import COMPANIONS
+from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.implementations import IMPLEMENTATIONS
 from ftkit.recipe.loggers import LOGGERS
 from ftkit.recipe.objectives import OBJECTIVES
@@ -50,6 +51,7 @@ _REGISTRIES: tuple[Registry[Any], ...] = (
     DATA_SOURCES,
     DEVICE_KINDS,
     FILE_FORMATS,
+    HUBS,
     IMPLEMENTATIONS,
     LAUNCHERS,
     LOGGERS,

@@ -14,7 +14,6 @@ from typing import Any, Self, get_args
 
 from ftkit.data.records.bad import SKIP
 from ftkit.data.records.formats import files_of, format_of
-from ftkit.data.records.hub import HubName
 from ftkit.data.records.media import MEDIA, kinds_in
 from ftkit.data.records.paths import DataFiles, find_files, how_to_set, is_hub_name
 from ftkit.data.records.read import RecordSet, read_files, read_hub
@@ -47,6 +46,7 @@ from ftkit.models.chat_templates.arguments import (
     given_arguments,
 )
 from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_style
+from ftkit.recipe.hubs import HubName, hub_of
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
 from ftkit.utils.names import nearest
@@ -584,6 +584,7 @@ class OwnData(DataSource):
     def _found(self, source: _SourceOptions) -> DataFiles | None:
         """Find the files of a source; None: it is a hub data set."""
         if is_hub_name(source.path):
+            hub_of(str(source.path), source.key)  # refuses now what could not be read
             return None
         files = find_files(source.path, source.key)
         group = source.key.rpartition(".")[0]

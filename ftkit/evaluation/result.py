@@ -23,16 +23,13 @@ from ftkit.checkpoint.metadata import (
 from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE, template_of
-from ftkit.models.pretrained.hub import (
-    ROOT,
-    find_or_download,
-    find_single_file,
+from ftkit.models.pretrained.model_files import (
     is_classifier,
     missing_files,
     read_json,
     weight_files,
 )
-from ftkit.models.pretrained.hub_errors import nearest_directory
+from ftkit.models.pretrained.places import ROOT, find_or_download, find_single_file
 from ftkit.models.pretrained.single_file import single_file
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores
@@ -50,6 +47,7 @@ from ftkit.runs.checkpoints import find, misnamed
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import Report, read_report
 from ftkit.runs.url_runs import fetch_result, fetch_without_shards
+from ftkit.utils.names import nearest_directory
 from ftkit.utils.url_files import lies_elsewhere
 from ftkit.utils.urls import is_url
 

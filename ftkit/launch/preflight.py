@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 
 from ftkit.errors import DoesNotFit, UserError, device_line
-from ftkit.models.pretrained.hub import (
+from ftkit.models.pretrained.model_files import read_json
+from ftkit.models.pretrained.places import (
     ROOT,
     fetch_settings,
     find_single_file,
-    read_json,
     settings_directory,
 )
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here

@@ -23,8 +23,9 @@ from ftkit.launch.conclude import DamageFound, conclude
 from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.preflight import check_second_models, require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
-from ftkit.models.pretrained.hub import find_here, find_or_download, has_extra_weights
-from ftkit.models.pretrained.hub_errors import naming
+from ftkit.models.pretrained.model_files import has_extra_weights
+from ftkit.models.pretrained.model_names import naming
+from ftkit.models.pretrained.places import find_here, find_or_download
 from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.kernels import check_kernels_installed

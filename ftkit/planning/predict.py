@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.data.records.hub import as_owner_of
 from ftkit.data.sources import check_data
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation, ModelLayout
@@ -16,8 +15,8 @@ from ftkit.models.language_model import outline
 from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, read_blueprint
-from ftkit.models.pretrained.hub import ROOT, fetch_settings, find_single_file
-from ftkit.models.pretrained.hub_errors import naming
+from ftkit.models.pretrained.model_names import naming
+from ftkit.models.pretrained.places import ROOT, fetch_settings, find_single_file
 from ftkit.models.pretrained.recipe_model import base_for
 from ftkit.models.pretrained.save import layout_of
 from ftkit.models.pretrained.single_file import Conversion
@@ -34,6 +33,7 @@ from ftkit.planning.simulate import CPU, largest_micro_batch
 from ftkit.recipe.batches import check_shapes
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.devices import Devices, find_devices
+from ftkit.recipe.hubs import as_owner_of
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.parsing import Override, read_recipe
 from ftkit.recipe.peft_adapter import with_adapter

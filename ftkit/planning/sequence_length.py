@@ -26,7 +26,7 @@ from ftkit.data.spec import DataSource, Overlong, Part
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import OF_TOKENIZER
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.pretrained.hub import has_tokenizer
+from ftkit.models.pretrained.model_files import has_tokenizer
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.planning.media import heaviest_media, heaviest_of, size_of
 from ftkit.recipe.objectives import Preference

@@ -201,19 +201,6 @@ class DataOptions(ForeignOptions, PluginOptions, CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DownloadOptions(CommonOptions):
-    """Options of ftkit download."""
-
-    repo_id: str = word("REPO_ID", ask="which model?")
-    """The model, such as TinyLlama/TinyLlama_v1.1, or ORG/NAME@VERSION: a commit, a tag or a
-    branch."""
-    access_token: str | None = option(None, placeholder="TOKEN")
-    """Hugging Face token for gated models. Default: $HF_TOKEN."""
-    checkpoint_dir: Path = Path("checkpoints")
-    """Directory for downloaded models."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointsOptions(CommonOptions):
     """Options of ftkit checkpoints list."""
 

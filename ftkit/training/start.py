@@ -24,7 +24,8 @@ from ftkit.models.pretrained.base_model import (
     open_base,
     open_without_weights,
 )
-from ftkit.models.pretrained.hub import OUTLINE, find_here
+from ftkit.models.pretrained.model_files import OUTLINE
+from ftkit.models.pretrained.places import find_here
 from ftkit.recipe.recipe import Recipe
 from ftkit.strategies.distributed import rank
 

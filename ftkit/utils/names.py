@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Collection, Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
@@ -45,6 +46,14 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     by_lower = {choice.lower(): choice for choice in known}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
+
+
+def nearest_directory(name: str) -> str:
+    """Suggest a directory with a similar name, as a sentence; "" if there is none."""
+    place = Path(name).parent
+    there = [str(path) for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
+    close = nearest(name, there)
+    return f" Did you mean the directory {close}?" if close else ""
 
 
 def unknown_option(part: str, key: str, name: str, known: Collection[str], none: str) -> UserError:

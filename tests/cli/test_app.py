@@ -147,6 +147,7 @@ def test_help_wins_wherever_it_stands(said: Callable[..., tuple[Any, str, str]])
     assert said("finetune", "--seed", "x", "--help") == said("finetune", "--help")
 
 
+@pytest.mark.extensions
 def test_help_of_download_names_its_options(said: Callable[..., tuple[Any, str, str]]) -> None:
     code, out, err = said("download", "--help")
     assert (code, err) == (0, "")
@@ -324,6 +325,7 @@ def test_switches_take_no_value_and_may_stand_anywhere() -> None:
     assert options.keys == (("seed", "1"),)
 
 
+@pytest.mark.extensions
 def test_a_single_word_may_also_be_given_by_its_name() -> None:
     for argv in (["a/b", "--access_token", "t"], ["--access_token", "t", "--repo_id", "a/b"]):
         assert parse(COMMANDS["download"], argv).repo_id == "a/b"

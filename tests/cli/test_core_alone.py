@@ -137,6 +137,28 @@ def test_conversations_need_their_extension(core: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_models_and_data_by_name_need_their_extension(core: Path, tmp_path: Path) -> None:
+    quickstart = ROOT / "recipes/quickstart.yaml"
+    for words, key in (
+        (("finetune", quickstart, "--checkpoint_dir=org/name"), "checkpoint_dir is org/name"),
+        (("data", quickstart, "--checkpoint_dir=org/name"), "checkpoint_dir is org/name"),
+        (("plan", quickstart, "--checkpoint_dir=org/name"), "checkpoint_dir is org/name"),
+        (("generate", "org/name", "--prompt=x"), "checkpoint_dir is org/name"),
+        (("finetune", quickstart, "--data.path=org/name"), "data.path is org/name"),
+        (("data", quickstart, "--data.path=org/name"), "data.path is org/name"),
+        (("download", "org/name"), "download"),
+    ):
+        line = command_line(*words)
+        ended = subprocess.run(
+            line, capture_output=True, text=True, env=variables(core), cwd=tmp_path
+        )
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+        said = " ".join(ended.stderr.split())
+        assert key in said, said
+        assert "ftkit's extension hub, which is missing" in said or key == "download", said
+
+
+@pytest.mark.slow
 def test_the_quick_start_trains_saves_resumes_and_reports(core: Path, tmp_path: Path) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--out_dir=out", *words)

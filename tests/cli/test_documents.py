@@ -78,7 +78,7 @@ def test_a_command_line_in_a_document_is_understood(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Nothing is trained, fetched or written; runs that it names need not be there."""
-    monkeypatch.setattr("ftkit.models.pretrained.hub.download", lambda *_, **__: tmp_path)
+    monkeypatch.setattr("ftkit.extensions.hub.models.download", lambda *_, **__: tmp_path)
     monkeypatch.setattr("ftkit.planning.command.plan_all", lambda *_, **__: 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

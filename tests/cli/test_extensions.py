@@ -187,6 +187,45 @@ def rows(file):
         question, _, answer = line.partition("|")
         yield number, {"instruction": question, "output": answer}
 """
+_HUBS = """
+from ftkit.recipe.hubs import Hub
+
+ACME = Hub(name="acme", models="greetings.hub", data_sets="greetings.hub:Sums")
+"""
+_HUB = """
+import shutil
+
+from ftkit.errors import UserError
+from ftkit.utils import embedded
+
+MODEL = embedded.path("quickstart") / "model"
+
+
+def download(name, *, token, root):
+    if name != "org/tiny":
+        raise UserError(f"Acme has no {name}. Try acme:org/tiny.")
+    return shutil.copytree(MODEL, root / name, dirs_exist_ok=True)
+
+
+def fetch_settings(name, *, token, root):
+    if name != "org/tiny":
+        return UserError(f"Acme has no {name}. Try acme:org/tiny.")
+    shutil.copytree(MODEL, root / name, ignore=shutil.ignore_patterns("*.safetensors"))
+
+
+class Sums:
+    train_split, val_split, commit = "all", None, "3"
+
+    def __init__(self, wanted):
+        self.name = wanted.name
+
+    def rows(self, split):
+        for number in range(1, 9):
+            yield number, {"instruction": f"{self.name}: {number} + 1?", "output": str(number + 1)}
+
+    def place(self, split, number):
+        return f"{self.name}, {number}"
+"""
 _HELLO = """
 def say(options):
     print(*[f"Hello {options.whom}."] * options.times)
@@ -225,6 +264,8 @@ def make_wheel(
         "greetings/sections.py": _SECTION,
         "greetings/formats.py": _FORMATS,
         "greetings/layers.py": _LAYERS,
+        "greetings/hubs.py": _HUBS,
+        "greetings/hub.py": _HUB,
         "ftkit_greetings-0.3.dist-info/METADATA": _METADATA,
         "ftkit_greetings-0.3.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
         "Tag: py3-none-any\n",
@@ -431,6 +472,32 @@ def test_files_of_another_package_are_data(ftkit_with: Callable[..., Run], tmp_p
     file.write_text("")
     empty = ftkit(*words)
     assert empty.returncode == 2 and "talk.rec" in empty.stderr and "Traceback" not in empty.stderr
+
+
+@pytest.mark.extensions
+@pytest.mark.slow
+def test_models_and_data_come_from_the_hub_of_another_package(
+    ftkit_with: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ftkit = ftkit_with(points="[ftkit.hubs]\nacme = greetings.hubs:ACME")
+    monkeypatch.chdir(tmp_path)
+    data = ("--data", "JSON", "--data.path", "acme:org/sums", "--data.val_split_fraction", "0.5")
+    shown = ftkit("data", "acme:org/tiny", *data, "--format", "json")
+    assert shown.returncode == 0, shown.stderr
+    (source,) = json.loads(shown.stdout.removeprefix("imported\n"))["sources"]
+    assert source["where"] == "acme:org/sums" and "8 instructions" in source["records"]
+    there = tmp_path / "checkpoints/acme/org/tiny"
+    assert (there / "config.json").is_file() and not (there / "model.safetensors").exists()
+    trained = ftkit("finetune", "acme:org/tiny", *data, "--train.max_steps", "1", "--out_dir=out")
+    assert trained.returncode == 0, trained.stderr
+    assert (there / "model.safetensors").is_file()
+    card = (tmp_path / "out/final/README.md").read_text()
+    assert "huggingface.co" not in card and "base_model: " not in card
+    for words in (("finetune", "acme:org/other"), ("plan", "acme:org/other")):
+        missing = ftkit(*words, *data)
+        assert missing.returncode == 2 and "Acme has no org/other" in missing.stderr
+    unknown = ftkit("finetune", "acne:org/tiny", *data)
+    assert unknown.returncode == 2 and "acne:org/tiny does not exist" in unknown.stderr
 
 
 POLITE = ("--objective", "polite")

@@ -8,9 +8,9 @@ from messages import message_of, says
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.models.pretrained.hub_errors import nearest_directory
 from ftkit.recipe.parsing import read_recipe
 from ftkit.strategies.schedule import make_schedule
+from ftkit.utils.names import nearest_directory
 
 
 def refusal_of(*words: str) -> str:

@@ -9,7 +9,6 @@ import pytest
 from messages import key_words, message_of, says
 
 from ftkit.data.prepare import make_renderer
-from ftkit.data.records.hub import HubName
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.read import RecordSet
 from ftkit.data.records.record import Record
@@ -18,6 +17,7 @@ from ftkit.data.sources import data_source
 from ftkit.data.spec import Part
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import resolve_prompt_style
+from ftkit.recipe.hubs import HUBS, HubName
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.parsing import read_recipe, to_yaml
 from ftkit.recipe.recipe import Component
@@ -517,6 +517,7 @@ def test_sources_have_names_that_tell_them_apart(paths: list[str], names: list[s
 # The hub
 
 
+@pytest.mark.extensions
 @pytest.mark.parametrize(
     ("path", "is_hub"),
     [
@@ -539,6 +540,16 @@ def test_a_name_with_an_owner_that_is_not_a_path_is_of_the_hub(path: str, is_hub
         Path(path).mkdir(parents=True)
     with pytest.raises(UserError, match=r"data.path is "):
         source.files()
+
+
+def test_a_name_that_only_a_hub_knows_needs_the_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HUBS, "_of_extensions", {})
+    with pytest.raises(UserError, match=key_words("data.path ... extension hub, which is missing")):
+        data_source(of(path="org/chats")).files()
+    with pytest.raises(UserError, match=key_words("[0].path ... extension hub")):
+        data_source(of(sources=[{"path": "org/chats"}])).files()
 
 
 @pytest.mark.extensions

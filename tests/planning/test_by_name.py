@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from messages import says
+from messages import message_of, says
 from stand_in_hub import HubHandler, serving
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
-from ftkit.models.pretrained import hub
+from ftkit.models.pretrained import places
 from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 from ftkit.planning.table import plan_table
+from ftkit.recipe.hubs import HUBS
 from ftkit.utils import progress
 from ftkit.utils.console.terminal import plain_text
 
@@ -71,10 +72,10 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Served]:
                 self.reply(200, content, {"ETag": etag, "X-Repo-Commit": COMMIT})
 
     monkeypatch.chdir(tmp_path)
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
     with serving(Handler, monkeypatch, tmp_path):
         yield found
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
 
 
 def refusal(name: str, *words: str) -> str:
@@ -111,7 +112,7 @@ def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
     assert says(text, f"LitGPT's {KNOWN} ... config.json")
     assert "no tokenizer found" in text
 
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
     served.requests = 0
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run(words) == 0
@@ -160,6 +161,18 @@ def test_an_unknown_name_says_so_where_downloads_are_forbidden(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE forbids" in refusal(UNKNOWN)
+
+
+@pytest.mark.extensions
+def test_data_of_a_model_that_litgpt_knows_need_the_hub_for_its_tokenizer(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("data", "--checkpoint_dir", KNOWN, "--data", "JSON")
+    data = ("--data.path", "embedded:quickstart")
+    assert says(message_of(run, [*words, *data]), "tokenizer ... not on this machine", "download")
+    places.fetch_settings.cache_clear()
+    monkeypatch.setattr(HUBS, "_of_extensions", {})
+    assert says(message_of(run, [*words, *data]), KNOWN, "extension hub, which is missing")
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from messages import message_of, says
 
-from ftkit.models.pretrained.hub import find_or_download
-from ftkit.models.pretrained.hub_errors import naming
+from ftkit.models.pretrained.model_names import naming
+from ftkit.models.pretrained.places import find_or_download
 from ftkit.recipe.objectives import (
     OBJECTIVES,
     check_objective,

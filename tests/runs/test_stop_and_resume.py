@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.store import Store
-from ftkit.models.pretrained.hub import CARD
+from ftkit.models.pretrained.model_files import CARD
 from ftkit.runs.report.report import Report, read_report
 
 LAST = 80

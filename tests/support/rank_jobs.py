@@ -18,7 +18,7 @@ from tiny import make_data, make_llama, make_records
 
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.checkpoint.store import Store
-from ftkit.models.pretrained.hub import has_extra_weights
+from ftkit.models.pretrained.model_files import has_extra_weights
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.own_metric import own_metrics

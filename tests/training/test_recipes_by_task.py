@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from rank_jobs import layouts
 from transformers_models import make_transformers_model
 
-from ftkit.models.pretrained import hub
+from ftkit.models.pretrained import places
 from ftkit.planning.gpus import find_gpu
 from ftkit.planning.predict import plan_files
 from ftkit.runs.report.metrics import read_metrics, read_validation
@@ -79,7 +79,7 @@ def test_a_recipe_fits_the_card_that_it_names_as_it_says(
     """Without a network: the sizes of its base model come with LitGPT."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    hub.fetch_settings.cache_clear()
+    places.fetch_settings.cache_clear()
     found = CARD.search(recipe_of(name).read_text())
     assert found is not None
     card, least, most = found[1], float(found[2]), float(found[3])

@@ -45,17 +45,13 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
 )
 from ftkit.data.prepare import Prepared  # noqa: E402
 from ftkit.data.records.bad import SKIP, BadData  # noqa: E402
-from ftkit.data.records.hub import as_owner_of  # noqa: E402
 from ftkit.data.records.media import shown_medium  # noqa: E402
 from ftkit.data.samples.sample_set import Sample, SampleSet, media_numbers  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
-from ftkit.models.pretrained.hub import (  # noqa: E402
-    fetch_settings,
-    find_or_download,
-    find_single_file,
-    has_tokenizer,
-)
+from ftkit.models.pretrained.model_files import has_tokenizer  # noqa: E402
+from ftkit.models.pretrained.places import fetch_settings, find_or_download, find_single_file  # noqa: E402
 from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens  # noqa: E402
+from ftkit.recipe.hubs import HUBS, as_owner_of  # noqa: E402
 from ftkit.utils.progress import print_notice  # noqa: E402
 
 
@@ -152,7 +148,7 @@ def inspect_data(
     directory = base.tokenizer_directory
     if find_single_file(recipe.checkpoint_dir):  # its tokenizer comes with the conversion
         directory = find_or_download(recipe.checkpoint_dir, token=recipe.access_token)
-    tokenizer = _tokenizer(directory, recipe.checkpoint_dir)
+    tokenizer = _tokenizer(directory, recipe.checkpoint_dir, unreached)
     tokenizer = tokenizer.with_tokens(tokenizer.lacks(recipe.added_tokens))
     limit = checked_length(base, recipe.train.max_seq_length)
     with as_owner_of(recipe.data_token):
@@ -200,8 +196,10 @@ def inspect_data(
     )
 
 
-def _tokenizer(directory: Path, checkpoint_dir: str) -> Tokenizer:
+def _tokenizer(directory: Path, checkpoint_dir: str, unreached: UserError | None) -> Tokenizer:
     if not has_tokenizer(directory):
+        if unreached is not None and not any(HUBS):
+            raise unreached  # no hub could answer
         raise UserError(
             f"checkpoint_dir {checkpoint_dir}: its tokenizer is not on this machine, and the hub "
             "does not answer. Copy tokenizer.json and tokenizer_config.json into "

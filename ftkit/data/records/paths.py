@@ -7,13 +7,13 @@ from pathlib import Path
 
 from ftkit.data.records.formats import COMPRESSED, format_of, readable, stem_of, suffixes
 from ftkit.errors import UserError
+from ftkit.recipe import hubs
 from ftkit.utils import embedded
 from ftkit.utils.names import nearest
 
 VALIDATION = ("val", "validation", "valid", "dev", "test")
 """Names of validation splits, in the order in which they are looked for."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """Files that the datasets library writes beside data."""
 _SHEETS = (".xlsx", ".xls", ".ods")
@@ -32,7 +32,7 @@ class DataFiles:
 def is_hub_name(path: str | Path) -> bool:
     """Return whether a path means a hub data set: owner/name, where no such path exists."""
     text = str(path)
-    if not _HUB_NAME.fullmatch(text) or Path(text).exists():
+    if not hubs.is_hub_name(text, has_version=False) or Path(text).exists():
         return False
     # A misspelt path of a file, such as data/chats.jsonl, also looks like owner/name.
     return format_of(Path(text)) is None and Path(text).suffix.lower() not in _SHEETS + _LINES

@@ -9,11 +9,11 @@ from typing import Any
 from ftkit.data.records.bad import BadRecords
 from ftkit.data.records.formats import format_of
 from ftkit.data.records.forms import Form
-from ftkit.data.records.hub import HubData, HubName
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.paths import DataFiles
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import RecordReader, reader_of
+from ftkit.recipe.hubs import HubName, hub_of
 from ftkit.recipe.objectives import Preference
 
 Rows = tuple[Iterable[tuple[Any, Any]], Callable[[Any], str]]
@@ -101,7 +101,9 @@ def read_hub(
     Raises:
         UserError: the data set cannot be read, or a record does not fit.
     """
-    data, reader = HubData(name), reader_of(columns, preference=preference, keeps_bad=True)
+    hub, there = hub_of(name.name, "data.path")
+    data = hub.data_set(replace(name, name=there))
+    reader = reader_of(columns, preference=preference, keeps_bad=True)
     # Whoever wrote the data set says nothing about files of this machine.
     reader.names_files = False
     val_split = None if whole else data.val_split

@@ -31,13 +31,13 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._index import Entry, Kind
 
-from ftkit.data.records.hub import READ_BUILDERS
 from ftkit.errors import UserError
 from ftkit.evaluation.task_programs import TaskOptions
 from ftkit.extensions.harness.scorer import PromptBatch, Scorer
 from ftkit.extensions.harness.tasks import TaskFiles, check_supported
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
 from ftkit.models.generation import Sampling
+from ftkit.recipe.hubs import READ_BUILDERS
 from ftkit.runs.report.answers import TaskResult
 
 FEW_SHOT_SEED = 1234

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ftkit.checkpoint.metadata import BASE, METADATA, step_of_receipt
 from ftkit.errors import UserError
 from ftkit.extensions.hosts.heartbeats import ended_key
-from ftkit.models.pretrained.hub import find_or_download
+from ftkit.models.pretrained.places import find_or_download
 from ftkit.runs.directory import RankDirectory, RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.launchers import ExternalRanks

@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained import hub
-from ftkit.models.pretrained.hub_errors import naming
+from ftkit.models.pretrained.model_files import (
+    TOKENIZER_FILES,
+    has_tokenizer,
+    is_classifier,
+    read_json,
+)
+from ftkit.models.pretrained.model_names import naming
+from ftkit.models.pretrained.places import fetch_settings, settings_directory
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.utils.confinement import confined
@@ -25,7 +31,7 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
     opened.
 
     Args:
-        name: of the trained model, as `hub.find_or_download` takes it.
+        name: of the trained model, as `find_or_download` takes it.
         other: of the second one.
         key: of the recipe, which names the second one.
         token: of a Hugging Face account. Default: $HF_TOKEN.
@@ -34,22 +40,22 @@ def check_files(name: str, other: str, key: str, *, token: str | None = None) ->
         UserError: as `check_tokens`, and for a teacher as `check_logits`.
     """
     for one in (name, other):
-        hub.fetch_settings(one, token=token)
-    own = hub.settings_directory(name)
+        fetch_settings(one, token=token)
+    own = settings_directory(name)
     with naming(key):
-        others = hub.settings_directory(other)
+        others = settings_directory(other)
     if own is None or others is None:
         return
     # Usually both are of one family: two tokenizers need not be built.
-    has_both = hub.has_tokenizer(own) and hub.has_tokenizer(others)
+    has_both = has_tokenizer(own) and has_tokenizer(others)
     if has_both and not _has_same_tokenizer(own, others):
         # In another process: transformers builds tokenizers, which imports torch.
         function = f"{__name__}:check_directories"
         confined(function, name, str(own), other, str(others), key, file=own)
     # LitGPT's settings may leave out how far a vocabulary is padded.
     if key == "teacher" and layout_in(own) == layout_in(others) == HF:
-        settings = [hub.read_json(one / "config.json") for one in (own, others)]
-        if hub.is_classifier(settings[1]):
+        settings = [read_json(one / "config.json") for one in (own, others)]
+        if is_classifier(settings[1]):
             raise _without_tokens(other, key)
         of_own, of_other = (_size_of(one) for one in settings)
         if of_own is not None and of_other is not None:
@@ -65,9 +71,9 @@ def _has_same_tokenizer(own: Path, others: Path) -> bool:
     """Return whether what decides ids is the same in two directories."""
 
     def rules(directory: Path) -> tuple[dict[str, Any], Any]:
-        settings = hub.read_json(directory / _SETTINGS)
+        settings = read_json(directory / _SETTINGS)
         settings.pop("chat_template", None)
-        return settings, hub.read_json(directory / "config.json").get("model_type")
+        return settings, read_json(directory / "config.json").get("model_type")
 
     def is_same(name: str) -> bool:
         files = own / name, others / name
@@ -75,7 +81,7 @@ def _has_same_tokenizer(own: Path, others: Path) -> bool:
             return not any(file.exists() for file in files)
         return filecmp.cmp(*files, shallow=False)
 
-    names = {name for name in hub.TOKENIZER_FILES if not name.startswith("chat_template")}
+    names = {name for name in TOKENIZER_FILES if not name.startswith("chat_template")}
     return rules(own) == rules(others) and all(map(is_same, names - {_SETTINGS}))
 
 

@@ -22,7 +22,8 @@ from ftkit.extensions.publish.model_card import CardKind, card_files
 from ftkit.extensions.torchao.keys import RoundingKeys
 from ftkit.models.lora.serving import DEFAULT_RANK, VLLM_VERSION, serving_notice, serving_rank
 from ftkit.models.pretrained.base_model import BaseModel, open_base, parameter_shapes
-from ftkit.models.pretrained.hub import CARD, TOKENIZER_FILES, find_or_download
+from ftkit.models.pretrained.model_files import CARD, TOKENIZER_FILES
+from ftkit.models.pretrained.places import find_or_download
 from ftkit.models.pretrained.save import save_hf, save_in_own_layout
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.implementations import HF, layout_in

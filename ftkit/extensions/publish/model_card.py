@@ -13,13 +13,10 @@ import yaml
 
 from ftkit.data.records.paths import is_hub_name
 from ftkit.evaluation.result import Result, report_of
-from ftkit.models.pretrained.hub import (
-    CARD,
-    hub_name,
-    licence_files,
-    split_version,
-)
+from ftkit.models.pretrained.model_files import CARD, licence_files
+from ftkit.models.pretrained.places import hub_name
 from ftkit.recipe.adapter_types import LORA, type_title
+from ftkit.recipe.hubs import split_version
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.recipe import Component
@@ -97,7 +94,7 @@ class DataOrigin:
         paths = [str(path) for s in sources if (path := s.get("path") or s.get("json_path"))]
         if not paths:
             return cls(names=(str(data["class_path"]).rpartition(".")[2],))
-        on_hub = tuple(path for path in paths if is_hub_name(path))
+        on_hub = tuple(path for path in paths if is_hub_name(path) and ":" not in path)
         kept = [p if p in on_hub or p.startswith("embedded:") else Path(p).name for p in paths]
         return cls(names=tuple(kept), on_hub=on_hub)
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from ftkit.errors import UserError
 from ftkit.evaluation.result import Result, find_result
+from ftkit.extensions.hub.errors import http_library
 from ftkit.extensions.publish.commands import PushOptions
 from ftkit.extensions.publish.model_card import card_files, with_name
-from ftkit.models.pretrained.hub import CARD, hub_name, read_json, split_version
-from ftkit.models.pretrained.hub_errors import http_library
+from ftkit.models.pretrained.model_files import CARD, read_json
+from ftkit.models.pretrained.places import hub_name
+from ftkit.recipe.hubs import split_version
 from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, vocabulary_parameters
-from ftkit.models.pretrained.hub import has_tokenizer
+from ftkit.models.pretrained.model_files import has_tokenizer
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 

@@ -25,9 +25,25 @@ from ftkit.models.architectures.read import (
     known_architecture,
     read_architecture,
 )
-from ftkit.models.pretrained import hub
-from ftkit.models.pretrained.hub import EXTRA_WEIGHTS, OUTLINE, is_licence, licence_files
-from ftkit.models.pretrained.hub_errors import nearest_names, nearest_types
+from ftkit.models.pretrained.model_files import (
+    EXTRA_WEIGHTS,
+    OUTLINE,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    is_classifier,
+    is_licence,
+    licence_files,
+    read_json,
+    weight_files,
+)
+from ftkit.models.pretrained.model_names import nearest_names, nearest_types
+from ftkit.models.pretrained.places import (
+    EMBEDDED_MODELS,
+    ROOT,
+    find_or_download,
+    find_single_file,
+    settings_directory,
+)
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.stored_forms import StoredForm, plain_settings, stored_form
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -40,6 +56,7 @@ from ftkit.models.pretrained.weight_files import (
     stored_tensors,
     write_settings,
 )
+from ftkit.recipe.hubs import split_version
 from ftkit.recipe.implementations import (
     FIRST,
     HF,
@@ -51,7 +68,7 @@ from ftkit.recipe.implementations import (
 )
 from ftkit.utils import embedded
 
-_BESIDE = ("generation_config.json", *hub.PROCESSOR_FILES)
+_BESIDE = ("generation_config.json", *PROCESSOR_FILES)
 
 _TIED = (
     "llama-3.2-",
@@ -146,12 +163,12 @@ def open_base(
     implementation: Implementation | None = None,
     *,
     token: str | None = None,
-    root: Path = hub.ROOT,
+    root: Path = ROOT,
 ) -> BaseModel:
     """Open a base model, downloading it if needed; everything is read except the weights.
 
     Args:
-        checkpoint_dir: a name as `hub.find_or_download` takes it, or ``random:NAME`` for random
+        checkpoint_dir: a name as `find_or_download` takes it, or ``random:NAME`` for random
             weights in an architecture that LitGPT knows by this name (or its ORG/NAME), or in the
             default one of a model type of transformers.
         implementation: library whose code computes it; None: see `read_architecture`.
@@ -164,9 +181,9 @@ def open_base(
     """
     if checkpoint_dir.startswith("random:"):
         return _open_random(checkpoint_dir, implementation)
-    directory = hub.find_or_download(checkpoint_dir, token=token, root=root)
+    directory = find_or_download(checkpoint_dir, token=token, root=root)
     name = short_name(directory)
-    settings = hub.read_json(directory / "config.json")
+    settings = read_json(directory / "config.json")
     form, settings = stored_form(settings, name), plain_settings(settings)
     layout = layout_in(directory)
     architecture = _architecture_of(directory, settings, name, layout, implementation)
@@ -216,7 +233,7 @@ def _architecture_of(
 ) -> Architecture:
     """Read an architecture, and from config.json whether it is that of a reward model."""
     architecture = read_architecture(directory, settings, name, layout, implementation)
-    if not hub.is_classifier(settings):
+    if not is_classifier(settings):
         return architecture
     # Two is the default of transformers, which files therefore leave out.
     labels = len(settings.get("id2label") or "01")
@@ -251,7 +268,7 @@ def open_without_weights(directory: Path) -> BaseModel:
     Raises:
         UserError: a file is missing or damaged.
     """
-    outline = hub.read_json(directory / OUTLINE)
+    outline = read_json(directory / OUTLINE)
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     name, tied, dtype = outline.get("name"), outline.get("tied"), outline.get("dtype")
     implementation = outline.get("implementation", FIRST)
@@ -268,7 +285,7 @@ def open_without_weights(directory: Path) -> BaseModel:
     # Random weights are drawn again from the architecture.
     if name.startswith("random:"):
         return _open_random(name, implementation)
-    settings = plain_settings(hub.read_json(directory / "config.json"))
+    settings = plain_settings(read_json(directory / "config.json"))
     layout = layout_by_settings(directory)  # the weights are not there
     return BaseModel(
         name=name,
@@ -328,7 +345,7 @@ def save_without_weights(base: BaseModel, out: Path) -> None:
     dtype = str(base.dtype).removeprefix("torch.")
     outline = {"name": base.name, "tied": base.tied, "dtype": dtype}
     implementation = base.architecture.implementation
-    # For `hub.has_extra_weights`, which builds no model.
+    # For `model_files.has_extra_weights`, which builds no model.
     extra = {EXTRA_WEIGHTS: True} if base.architecture.rest_shapes else {}
     write_settings(out / OUTLINE, outline | {"implementation": implementation} | extra)
 
@@ -538,13 +555,13 @@ def settings_files() -> list[str]:
 
 def _companion_names() -> list[str]:
     """Names of the files beside the weights that checkpoints keep."""
-    return [*settings_files(), *_BESIDE, *hub.TOKENIZER_FILES]
+    return [*settings_files(), *_BESIDE, *TOKENIZER_FILES]
 
 
 def short_name(directory: Path) -> str:
     """Name of the model in a directory, for reports."""
     # An embedded model lies in a directory called `model`.
-    for name in hub.EMBEDDED_MODELS:
+    for name in EMBEDDED_MODELS:
         if directory.resolve() == (embedded.path(name) / "model").resolve():
             return name
     return directory.resolve().name
@@ -553,7 +570,7 @@ def short_name(directory: Path) -> str:
 def _weight_files(directory: Path) -> list[Path]:
     layout = layout_in(directory)
     if layout == HF:
-        return hub.weight_files(directory)
+        return weight_files(directory)
     return [directory / implementation_row(layout).weights_file]
 
 
@@ -590,7 +607,7 @@ def companions(base: BaseModel) -> Iterator[tuple[str, bytes]]:
         held = base.companions.items()
         yield from ((name, content) for name, content in held if not is_licence(name))
         return
-    sources = [base.tokenizer_directory / name for name in hub.TOKENIZER_FILES]
+    sources = [base.tokenizer_directory / name for name in TOKENIZER_FILES]
     if base.directory is not None:
         # Copied without weights, settings of another layout would decide it.
         layout = layout_in(base.directory)
@@ -628,7 +645,7 @@ def read_blueprint(
     implementation: Implementation | None = None,
     *,
     unreached: UserError | None = None,
-    root: Path = hub.ROOT,
+    root: Path = ROOT,
 ) -> BaseModel:
     """Describe a base model from its settings alone; it has no weights.
 
@@ -637,7 +654,7 @@ def read_blueprint(
             config.json or model_config.yaml in a directory; a hub name that LitGPT knows need not
             be on this machine.
         implementation: library whose code computes it; None: see `read_architecture`.
-        unreached: error of `hub.fetch_settings`, for the message.
+        unreached: error of `fetch_settings`, for the message.
         root: directory of downloads.
 
     Raises:
@@ -646,13 +663,13 @@ def read_blueprint(
     if checkpoint_dir.startswith("random:"):
         return open_base(checkpoint_dir, implementation)
     # From the surest source to the least: files here, the header of a file, LitGPT's list of sizes.
-    if directory := hub.settings_directory(checkpoint_dir, root=root):
-        settings = hub.read_json(directory / "config.json")
+    if directory := settings_directory(checkpoint_dir, root=root):
+        settings = read_json(directory / "config.json")
         return _of_settings(directory, settings, implementation)
-    if file := hub.find_single_file(checkpoint_dir, root=root):
+    if file := find_single_file(checkpoint_dir, root=root):
         return _of_settings(file.conversion_place(root), file.settings(), implementation)
     name = checkpoint_dir.removeprefix("./").rstrip("/").removeprefix(f"{root}/")
-    if known := known_architecture(hub.split_version(name)[0], implementation):
+    if known := known_architecture(split_version(name)[0], implementation):
         return _of_hub(*known)
     wanted = unreached or (
         f"Put its config.json into {root / name}, or give a directory with config.json or "
@@ -700,7 +717,7 @@ def _of_settings(
 
 
 def _of_hub(hub_name: str, architecture: Architecture) -> BaseModel:
-    directory = hub.ROOT / hub_name
+    directory = ROOT / hub_name
     return BaseModel(
         name=directory.name,
         directory=directory,

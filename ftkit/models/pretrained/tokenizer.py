@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import template_of
-from ftkit.models.pretrained.hub import read_json
+from ftkit.models.pretrained.model_files import read_json
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.imports import hidden
 

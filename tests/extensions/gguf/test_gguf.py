@@ -29,7 +29,7 @@ from ftkit.extensions.gguf.convert import planned_conversion
 from ftkit.extensions.gguf.header import BLOCKS, GgufHeader, GgufTensor, read_header
 from ftkit.launch.preflight import rough_model
 from ftkit.models.pretrained.base_model import fingerprint, open_base, read_blueprint
-from ftkit.models.pretrained.hub import find_here, find_or_download
+from ftkit.models.pretrained.places import find_here, find_or_download
 from ftkit.models.pretrained.tokenizer import Tokenizer
 
 SIZES = LLAMA | {"pad_token_id": None}

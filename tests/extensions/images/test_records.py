@@ -16,12 +16,12 @@ from PIL import Image
 from stand_in_hub import NAME, DataHub, serving_data
 
 from ftkit.data.own_data import OwnData
-from ftkit.data.records.hub import HubName
 from ftkit.data.records.media import MEDIA, PLACES, number_of
 from ftkit.data.records.read import read_hub, read_records
 from ftkit.data.records.record import Record
 from ftkit.data.records.shapes import RecordReader
 from ftkit.errors import UserError
+from ftkit.recipe.hubs import HubName
 from ftkit.recipe.recipe import Component
 
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ from ftkit.errors import UserError
 from ftkit.extensions.litgpt.architecture import LitgptArchitecture
 from ftkit.extensions.litgpt.families import FAMILIES
 from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.hub import CARD
+from ftkit.models.pretrained.model_files import CARD
 from ftkit.models.pretrained.save import layout_of, save_hf, save_in_own_layout
 from ftkit.planning.predict import plan_files
 from ftkit.recipe.implementations import layout_in

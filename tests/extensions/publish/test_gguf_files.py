@@ -38,7 +38,7 @@ from ftkit.extensions.gguf.header import read_header
 from ftkit.extensions.gguf.tokenizer import tokenizer_files
 from ftkit.extensions.publish.gguf import model as gguf_model
 from ftkit.models.pretrained.base_model import open_base
-from ftkit.models.pretrained.hub import find_or_download
+from ftkit.models.pretrained.places import find_or_download
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.errors import UserError
 from ftkit.models.language_model import outline
-from ftkit.models.pretrained import base_model, hub
+from ftkit.models.pretrained import base_model
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     checked_length,
@@ -36,6 +36,7 @@ from ftkit.models.pretrained.base_model import (
     save_without_weights,
     weights,
 )
+from ftkit.models.pretrained.model_files import weight_files
 from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.save import save_hf
 from ftkit.recipe.implementations import layout_in
@@ -624,7 +625,7 @@ def test_a_base_model_is_opened_again_without_its_weights(
 ) -> None:
     base = in_layout(layout, open_base(str(make_model(model, torch.bfloat16))), tmp_path / "lit")
     directory = companions(base, tmp_path / "base")
-    assert not any(hub.weight_files(directory)) and layout_in(directory) == "hf"
+    assert not any(weight_files(directory)) and layout_in(directory) == "hf"
     outlined = open_without_weights(directory)
     assert_same_but_weights(outlined, base)
     assert parameter_shapes(outlined) == parameter_shapes(base)

@@ -19,7 +19,8 @@ from tiny import make_llama
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import open_base, read_blueprint
-from ftkit.models.pretrained.hub import find_here, weight_files
+from ftkit.models.pretrained.model_files import weight_files
+from ftkit.models.pretrained.places import find_here
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import stored_tensors
 
@@ -101,7 +102,7 @@ def test_tables_that_grow_with_the_square_of_the_positions_are_bounded(model: Pa
 def test_settings_that_are_no_json_are_named(
     name: str, content: bytes, problem: str, model: Path
 ) -> None:
-    from ftkit.models.pretrained.hub import read_json
+    from ftkit.models.pretrained.model_files import read_json
 
     file = replaced(model / name, content)
     with pytest.raises(UserError, match=problem) as refused:

@@ -14,7 +14,7 @@ from ftkit.models.pretrained.base_model import (
     save_without_weights,
     weights,
 )
-from ftkit.models.pretrained.hub import is_licence
+from ftkit.models.pretrained.model_files import is_licence
 from ftkit.models.pretrained.save import save_hf, save_in_own_layout
 
 FILES = {

@@ -10,7 +10,7 @@ from tiny import make_data, make_llama
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.base_model import open_base, read_blueprint
-from ftkit.models.pretrained.hub import find_here
+from ftkit.models.pretrained.places import find_here
 
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 CONFIGS: list[tuple[dict[str, Any], str, str]] = [

@@ -1,60 +1,22 @@
 """Data sets of the Hugging Face hub, by the datasets library; no code of a hub is ever run."""
 
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftkit.data.records.paths import VALIDATION
 from ftkit.data.records.tables import batch_rows
 from ftkit.errors import UserError
+from ftkit.recipe.hubs import READ_BUILDERS, HubName
 from ftkit.utils.names import nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
-READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
-"""Builders of the datasets library that read tables and texts. All others are refused: one of them
-unpickles."""
 _AT_ONCE = 1000
 _UNREACHABLE = "client has been closed"
 """Message of huggingface_hub 1.3 when it cannot resolve the address of the hub."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubName:
-    """Name of a hub data set with subset, split, revision and files."""
-
-    name: str
-    """owner/name."""
-    subset: str | None = None
-    split: str | None = None
-    """Split to train on; None: train."""
-    revision: str | None = None
-    data_files: str | None = None
-    """A file of its repository, or a pattern of several; None: those of its splits."""
-
-
-@contextmanager
-def as_owner_of(token: str | None) -> Iterator[None]:
-    """Read data with this Hugging Face token, as the ranks of a run do; None: with $HF_TOKEN.
-
-    Readers take it from the environment, also those of a plugin.
-    """
-    before = os.environ.get("HF_TOKEN")
-    if token is not None:
-        os.environ["HF_TOKEN"] = token
-    try:
-        yield
-    finally:
-        # As it was: this also runs inside a notebook, which goes on.
-        if token is not None and before is None:
-            del os.environ["HF_TOKEN"]
-        elif token is not None and before is not None:
-            os.environ["HF_TOKEN"] = before
 
 
 class HubData:

@@ -1,28 +1,13 @@
-"""Errors of the Hugging Face hub as messages with a remedy, and suggestions of similar names."""
+"""Errors of the Hugging Face hub as messages with a remedy."""
 
 import errno
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from ftkit.errors import UserError
-from ftkit.recipe.implementations import IMPLEMENTATIONS
-from ftkit.utils.names import nearest
-
-
-@contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Have messages about a model name the key of the recipe that it stands under.
-
-    Raises:
-        UserError: as in the block.
-    """
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("checkpoint_dir", key)) from error
+from ftkit.utils.names import nearest_directory
 
 
 def http_library() -> ModuleType:
@@ -107,35 +92,3 @@ def explained(
         f"The download of {repo_id} broke off ({type(error).__name__}). Run the command again: "
         f"complete files are kept. If that fails too, remove {directory} first."
     )
-
-
-def nearest_directory(name: str) -> str:
-    """Suggest a directory with a similar name, as a sentence; "" if there is none."""
-    place = Path(name).parent
-    there = [str(path) for path in place.iterdir() if path.is_dir()] if place.is_dir() else []
-    close = nearest(name, there)
-    return f" Did you mean the directory {close}?" if close else ""
-
-
-def nearest_names(name: str) -> list[str]:
-    """Hub names of models that implementations know, spelled like the given one; up to 3."""
-    import difflib
-
-    by_spelling: dict[str, str] = {}
-    for row in IMPLEMENTATIONS:
-        by_spelling |= row.known_names()
-    # More than are shown, because several spellings may mean the same model.
-    close = difflib.get_close_matches(name.lower(), by_spelling, n=6, cutoff=0.7)
-    # A copy of another organisation has the name alone.
-    if (alone := name.split("/")[-1].lower()) in by_spelling:
-        close.insert(0, alone)
-    return list(dict.fromkeys(by_spelling[spelling] for spelling in close))[:3]
-
-
-def nearest_types(name: str) -> list[str]:
-    """Model types of transformers that are spelled like a name; up to 3."""
-    import difflib
-
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return difflib.get_close_matches(name.lower(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, cutoff=0.7)

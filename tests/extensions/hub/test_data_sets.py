@@ -12,9 +12,9 @@ from huggingface_hub import constants
 from messages import key_words
 from stand_in_hub import COMMIT, NAME, TOKEN, DataHub, serving_data
 
-from ftkit.data.records.hub import HubName
 from ftkit.data.records.read import RecordSet, read_hub
 from ftkit.errors import UserError
+from ftkit.recipe.hubs import HubName
 
 OTHER_COMMIT = "d" * 40
 

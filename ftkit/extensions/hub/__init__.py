@@ -1,0 +1,1 @@
+"""Base models and data sets of the Hugging Face hub by their names; ftkit download."""
