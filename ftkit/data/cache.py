@@ -32,6 +32,7 @@ from ftkit.data.records.shape_rows import PREFERENCES, RECORD_SHAPES
 from ftkit.data.samples.sample_set import SampleArrays, SampleSet
 from ftkit.data.spec import Content, Part, Rules
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
+from ftkit.models.pretrained.model_files import PROCESSOR_FILES
 from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import cache_root, new_directory, write_json
 from ftkit.utils.json_values import from_json
@@ -169,14 +170,21 @@ def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: 
         "code": _code_digest(),
         "versions": [version(library) for library in _LIBRARIES],
         "tokenizer": _tokenizer_digest(tokenizer),
-        # Models of one tokenizer make other tokens of the same media.
-        "media": {
-            kind.name: imported(kind.settings_place)(tokenizer.directory) for kind in MEDIA_KINDS
-        },
+        "media": _media_settings(tokenizer.directory),
         "max_seq_length": max_seq_length,
     }
     text = json.dumps(every, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _media_settings(directory: Path) -> dict[str, Any]:
+    """What of a base model decides how media become tokens: models of one tokenizer differ in it.
+
+    A model without settings of a processor is given no media, so nothing is imported for these.
+    """
+    if not any((directory / name).is_file() for name in PROCESSOR_FILES):
+        return {}
+    return {kind.name: imported(kind.settings_place)(directory) for kind in MEDIA_KINDS}
 
 
 @functools.cache

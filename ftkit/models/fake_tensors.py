@@ -15,12 +15,17 @@ class _Converter(FakeTensorConverter):
     """
 
     def from_real_tensor(
-        self, fake_mode: FakeTensorMode, t: Tensor, make_constant: bool = False, **more: Any
+        self,
+        fake_mode: FakeTensorMode,
+        t: Tensor,
+        make_constant: bool = False,
+        shape_env: Any = None,
+        **more: Any,
     ) -> FakeTensor:
         """Return the fake tensor of a real one, the same whenever it is asked for."""
         is_plain = type(t) is Tensor and t.layout == torch.strided and not t._is_view()
         if make_constant or not is_plain or t.requires_grad:
-            return super().from_real_tensor(fake_mode, t, make_constant, **more)
+            return super().from_real_tensor(fake_mode, t, make_constant, shape_env, **more)
         known = self._get_memo(t)
         if known is None:
             shapes = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
