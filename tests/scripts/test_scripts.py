@@ -344,7 +344,7 @@ def install(what: str, *, deepspeed: bool = False) -> list[str]:
     is_for_tests = "dev" in what
     alone = "uv --no-deps litgpt" + " python-chi" * is_for_tests
     calls = [f"uv --no-build-isolation --editable {what}", alone]
-    if (deepspeed or is_for_tests) and shutil.which("g++"):
+    if (deepspeed or what != ".") and shutil.which("g++"):
         calls.append("uv --no-build-isolation ninja deepspeed")
     return [*calls, *["bytecode"] * is_for_tests]
 
