@@ -36,7 +36,6 @@ class Ran(NamedTuple):
 
 def kernels(scene: Scene, found: Found) -> None:
     """Profile steps of a full fine-tune with torch's profiler."""
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
@@ -46,7 +45,7 @@ def kernels(scene: Scene, found: Found) -> None:
         began_s = time.perf_counter()
         _train(scene)
         took_s = time.perf_counter() - began_s
-    on_cpu = [event for event in profiled.events() if event.device_type == DeviceType.CPU]
+    on_cpu = [event for event in profiled.events() if not _is_of_device(event)]
     # The last one: nothing is allocated, and its memory is not followed.
     step = max((e.time_range for e in on_cpu if e.name == STEP), key=lambda span: span.start)
     if scene.dry:  # operations contain each other: each counts without those in it
@@ -59,7 +58,7 @@ def kernels(scene: Scene, found: Found) -> None:
         ran = [
             Ran(e.name, e.time_range.start, e.time_range.end)
             for e in profiled.events()
-            if e.device_type != DeviceType.CPU and not e.is_user_annotation
+            if _is_of_device(e) and not e.is_user_annotation
         ]
     times_s = by_kind(ran, step.start, step.end)
     found.figure("a step by kind, seconds", times_s | {"whole": (step.end - step.start) / 1e6})
@@ -71,9 +70,7 @@ def kernels(scene: Scene, found: Found) -> None:
     on_device = [
         row
         for row in rows
-        if row.device_type != DeviceType.CPU
-        and not row.is_user_annotation
-        and row.self_device_time_total > 0
+        if _is_of_device(row) and not row.is_user_annotation and row.self_device_time_total > 0
     ]
     on_device.sort(key=lambda row: -row.self_device_time_total)
     busy_s = sum(row.self_device_time_total for row in on_device) / 1e6
@@ -90,6 +87,11 @@ def kernels(scene: Scene, found: Found) -> None:
     launches = sum(row.count for row in rows if "LaunchKernel" in row.key)
     found.check("kernels launched", passed=None, said=launches)
     profiled.export_chrome_trace(str(scene.results / "trace.json.gz"))
+
+
+def _is_of_device(event: Any) -> bool:
+    """Whether an event of the profile, or a sum of some, is of the GPU and not of its host."""
+    return str(event.device_type.name) != "CPU"
 
 
 def kind_of(name: str) -> str:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -142,6 +143,55 @@ def test_the_time_of_a_step_is_that_of_its_kinds_and_of_waiting(suite: ModuleTyp
         "attention": 2, "copies": 5, "products": 3, "element-wise and sums": 1, "idle": 3
     }  # fmt: skip
     assert suite.profiling.by_kind([], 100e6, 110e6)["idle"] == 10
+
+
+def test_a_profile_counts_kernels_alone_and_the_last_step(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, events of operations and annotations also have the times of their kernels."""
+
+    def event(name: str, began_s: int, ended_s: int, *, device: str, is_annotation: bool) -> Any:
+        return SimpleNamespace(
+            name=name,
+            key=name,
+            count=1,
+            time_range=SimpleNamespace(start=began_s * 1e6, end=ended_s * 1e6),
+            device_type=SimpleNamespace(name=device),
+            is_user_annotation=is_annotation,
+            self_device_time_total=(ended_s - began_s) * 1e6,
+        )
+
+    events = [
+        event(name, *span, device=device, is_annotation=name in (suite.profiling.STEP, "AdamW"))
+        for name, span, device in (
+            (suite.profiling.STEP, (0, 10), "CPU"),
+            ("flash_fwd", (2, 4), "CUDA"),
+            (suite.profiling.STEP, (20, 30), "CPU"),
+            (suite.profiling.STEP, (21, 29), "CUDA"),
+            ("aten::mm", (20, 21), "CPU"),
+            ("nvjet", (22, 25), "CUDA"),
+            ("AdamW", (25, 29), "CUDA"),
+            ("multi_tensor_apply_kernel", (26, 28), "CUDA"),
+            ("cudaDeviceSynchronize", (29, 30), "CPU"),
+        )
+    ]
+    profiled = SimpleNamespace(
+        events=lambda: events, key_averages=lambda: events, export_chrome_trace=lambda _: None
+    )
+    monkeypatch.setattr("torch.profiler.profile", lambda **_: nullcontext(profiled))
+    monkeypatch.setattr(suite.profiling, "_train", lambda _: None)
+    part = sys.modules["gpu_parts.part"]
+    scene = part.Scene(directory=tmp_path, results=tmp_path, models=tmp_path, dry=False, limit_s=9)
+    found = part.Found(lambda _: None)
+    suite.profiling.kernels(scene, found)
+    assert found.figures["a step by kind, seconds"] == {
+        "attention": 0, "copies": 0, "products": 3, "element-wise and sums": 2, "idle": 5,
+        "whole": 10,
+    }  # fmt: skip
+    assert found.figures["seconds"]["on the device"] == 7
+    assert next(iter(found.figures["kernels: count, seconds"])) == "nvjet"
+    assert found.figures["waits"] == {"cudaDeviceSynchronize": 1}
+    assert [check.passed for check in found.checks] == [True, None]
 
 
 def begins(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
