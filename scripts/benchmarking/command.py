@@ -100,6 +100,15 @@ def has_failed(row: Figures) -> bool:
     return any(isinstance(value, dict) and value.get("failure") for value in row.values())
 
 
+def not_counted(figures: Figures) -> str:
+    """The steps that are not counted, in words: "the first 2 ..."."""
+    rows = (*figures.get("runs", ()), *figures.get("pairs", ()))
+    runs = [value for row in rows for value in row.values() if isinstance(value, dict)]
+    slowed = " and those in which ftkit followed memory or compiled"
+    first = f"the first {figures['warm_up_steps']} steps"
+    return first + (slowed if any(run.get("slowed") for run in runs) else "")
+
+
 def keep(figures: Figures, options: argparse.Namespace) -> None:
     """Write the figures so far: a command may be ended at any time."""
     if options.out:

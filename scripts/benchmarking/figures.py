@@ -1,14 +1,17 @@
 """Figures of a training run, counted in the same way for every program.
 
-The window is every step but the first WARM_UP_STEPS: from the end of the last of those to the end
-of the last step, by the clock of the benchmark, including the time between steps. Tokens are those
-of samples, end-of-text included; padding is not counted.
+The window is every step but the first WARM_UP_STEPS and those that ftkit slows down by measuring
+them, which are left out in every program that is compared. A step lasts as long as its program
+says, or else from the end of the step before, by the clock of the benchmark. Tokens are those of
+samples, end-of-text included; padding is not counted.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from ftkit.utils.json_values import from_json
 
 WARM_UP_STEPS = 2
 """First steps that are not counted, in every program: they allocate, compile and fill caches."""
@@ -26,6 +29,8 @@ class Step:
     """Real tokens."""
     cpu_s: float | None = None
     """Time that processors had spent on the command by then."""
+    duration_s: float | None = None
+    """Time that the program itself measured; None: it tells none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +53,33 @@ class Measured:
     """Highest memory in tensors on the GPU; None on CPU."""
     reserved_bytes: int | None = None
     """Highest memory that torch took from the GPU; None on CPU."""
+    slowed: list[int] = field(default_factory=list)
+    """Numbers of steps, from 1, that are not counted: ftkit followed their memory, or compiled."""
     failure: str | None = None
     """Reason of missing measurements; None: the run ended well."""
 
     @property
+    def _counted(self) -> list[int]:
+        """Places in `steps` of those in the window."""
+        places = range(WARM_UP_STEPS, len(self.steps))
+        # A short run may have no other steps: a speed with slowed ones is better than none.
+        return [place for place in places if place + 1 not in self.slowed] or list(places)
+
+    @property
     def window(self) -> list[Step]:
         """Steps that are counted."""
-        return self.steps[WARM_UP_STEPS:]
+        return [self.steps[place] for place in self._counted]
 
     @property
     def window_s(self) -> float:
         """Time of the window, with its share of what was computed before the first step."""
         before_s = self.reference_s * len(self.window) / len(self.steps)
-        return self.steps[-1].ended_s - self.steps[WARM_UP_STEPS - 1].ended_s + before_s
+        return sum(map(self._duration_s, self._counted)) + before_s
+
+    def _duration_s(self, place: int) -> float:
+        """Time of a step; between the ends of two where the program tells none."""
+        step, before = self.steps[place], self.steps[place - 1]
+        return step.ended_s - before.ended_s if step.duration_s is None else step.duration_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,8 +94,13 @@ class Measured:
     @property
     def step_cpu_s(self) -> float | None:
         """Mean time of processors for a step of the window, over all of them; None: unknown."""
-        first, last = self.steps[WARM_UP_STEPS - 1].cpu_s, self.steps[-1].cpu_s
-        return None if first is None or last is None else (last - first) / len(self.window)
+        total_s = 0.0
+        for place in self._counted:
+            before_s, after_s = self.steps[place - 1].cpu_s, self.steps[place].cpu_s
+            if before_s is None or after_s is None:
+                return None
+            total_s += after_s - before_s
+        return total_s / len(self._counted)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -97,7 +121,8 @@ def steps_of(events: Sequence[tuple[float, dict[str, Any]]], skip: int = 0) -> l
     """Steps from the events that a program reported after each.
 
     Args:
-        events: seconds after the start, and ``step``, ``loss`` and ``total_tokens``.
+        events: seconds after the start, and ``step``, ``loss``, ``total_tokens`` and, where the
+            program tells it, ``duration_s``.
         skip: first steps that are not part of the training compared.
     """
     steps, before = [], 0
@@ -106,7 +131,13 @@ def steps_of(events: Sequence[tuple[float, dict[str, Any]]], skip: int = 0) -> l
             continue
         tokens = event["total_tokens"] - before
         steps.append(
-            Step(ended_s=ended_s, loss=event["loss"], tokens=tokens, cpu_s=event.get("cpu_s"))
+            Step(
+                ended_s=ended_s,
+                loss=event["loss"],
+                tokens=tokens,
+                cpu_s=event.get("cpu_s"),
+                duration_s=event.get("duration_s"),
+            )
         )
         before = event["total_tokens"]
     return steps[skip:]
@@ -124,6 +155,33 @@ def largest_difference(ours: Sequence[Step], theirs: Sequence[Step]) -> float:
     """Largest relative difference of losses, step by step."""
     pairs = zip(ours, theirs, strict=False)
     return max(abs(one.loss / other.loss - 1) for one, other in pairs)
+
+
+def compared(runs: Sequence[Measured]) -> list[Measured]:
+    """Runs that are compared: the steps that count in one count in all."""
+    slowed = sorted({number for run in runs for number in run.slowed})
+    return [replace(run, slowed=slowed) for run in runs]
+
+
+def by_program(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Measured]]:
+    """Runs by program, round by round; those of a round are compared."""
+    rounds: dict[int, dict[str, Measured]] = {}
+    for row in sorted(rows, key=lambda row: int(row["round"])):
+        of_round = rounds.setdefault(row["round"], {})
+        of_round[row["program"]] = from_json(Measured, row["measured"])
+    found: dict[str, list[Measured]] = {}
+    for of_round in rounds.values():
+        for program, run in zip(of_round, compared(list(of_round.values())), strict=True):
+            found.setdefault(program, []).append(run)
+    return found
+
+
+def in_pairs(
+    rows: Sequence[Mapping[str, Any]], names: tuple[str, str]
+) -> tuple[list[Measured], list[Measured]]:
+    """Runs with the first and with the second name, which are compared pair by pair."""
+    pairs = [compared([from_json(Measured, row[name]) for name in names]) for row in rows]
+    return [first for first, _ in pairs], [second for _, second in pairs]
 
 
 def median_of(runs: Sequence[Measured], name: str) -> float | None:

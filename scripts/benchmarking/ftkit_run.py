@@ -1,15 +1,16 @@
-"""Runs of ftkit, measured from outside like those of other programs."""
+"""Runs of ftkit: memory as of other programs, and the durations of steps that it measures."""
 
 import csv
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarking.figures import Measured, steps_of
+from benchmarking.figures import Measured, Step, steps_of
 from benchmarking.watch import Event, own_bytes, watch
-from ftkit.runs.report.report import read_report
+from ftkit.runs.report.meters import ThroughputMeter
+from ftkit.runs.report.report import Report, read_report
 from ftkit.utils.files import CACHE_VARIABLE
 
 LEARNING_RATE = 2e-4
@@ -76,7 +77,15 @@ class Rows:
         for row in rows:
             self._tokens += int(row["tokens"])
             loss = float(row[self._column] or "nan")
-            events.append({"step": int(row["step"]), "loss": loss, "total_tokens": self._tokens})
+            duration_s = int(row["tokens"]) / float(row["tokens_per_s"])
+            events.append(
+                {
+                    "step": int(row["step"]),
+                    "loss": loss,
+                    "total_tokens": self._tokens,
+                    "duration_s": duration_s,
+                }
+            )
         return events
 
 
@@ -112,7 +121,40 @@ def run_ftkit(
         host_bytes=seen.host_bytes,
         allocated_bytes=peak.allocated_bytes if peak else None,
         reserved_bytes=peak.reserved_bytes if peak else None,
+        slowed=slowed_steps(report, steps),
     )
+
+
+def slowed_steps(report: Report, steps: Sequence[Step]) -> list[int]:
+    """Numbers of the steps, from 1, whose memory ftkit followed, or in which it compiled.
+
+    The report names the followed step that needed most. It does not name the others, but how many
+    steps its own window leaves out, and how long they took.
+
+    Args:
+        report: of the run.
+        steps: all of it.
+    """
+    named = {one.step for one in report.step_memory.ranks} if report.step_memory else set()
+    if report.throughput is None:
+        return sorted(named)
+    window = report.throughput
+    # As `ThroughputMeter` leaves them out, whatever happens in them.
+    first = set(range(1, min(ThroughputMeter().skip_steps, len(steps) // 4) + 1))
+    known = first | named
+    unnamed = len(steps) - window.window_steps - len(known)
+    if unnamed > 0:
+        times_s = {number: step.duration_s or 0.0 for number, step in enumerate(steps, 1)}
+        others = [number for number in times_s if number not in known]
+        lacking_s = sum(times_s.values()) - window.window_s - sum(times_s[n] for n in known)
+        # Of a model that is compiled no step is followed. Compiling takes seconds.
+        if window.compiled_graphs:
+            others.sort(key=lambda number: -times_s[number])
+        else:  # at most one beside the one that is named
+            others.sort(key=lambda number: abs(times_s[number] - lacking_s))
+        named.update(others[:unnamed])
+    # The first steps may have compiled, too.
+    return sorted(named | first if window.compiled_graphs else named)
 
 
 def imports_bytes() -> int:

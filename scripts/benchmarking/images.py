@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarking.command import Figures, begun, keep
+from benchmarking.command import Figures, begun, keep, not_counted
 from benchmarking.figures import (
     WARM_UP_STEPS,
     Measured,
+    by_program,
     largest_difference,
     median_of,
     padding_of,
@@ -369,11 +370,7 @@ def _line(run: Measured) -> str:
 
 def _runs(figures: Figures, method: str) -> dict[str, list[Measured]]:
     """The runs of a method by program, round by round."""
-    found: dict[str, list[Measured]] = {}
-    for row in sorted(figures["runs"], key=lambda row: row["round"]):
-        if row["method"] == method:
-            found.setdefault(row["program"], []).append(from_json(Measured, row["measured"]))
-    return found
+    return by_program(row for row in figures["runs"] if row["method"] == method)
 
 
 def _largest_waiting(figures: Figures, method: str) -> float | None:
@@ -417,8 +414,8 @@ def markdown(figures: Figures) -> str:
         f"LLaVA of {scene.text} with a tower of {scene.layers} layers of {scene.width} at "
         f"{scene.side} pixels, which is frozen with its projector; JPEGs of {sides}, "
         f"one in each sample; 32-true, micro-batch {scene.micro_batch_size} of "
-        f"{scene.global_batch_size}, {scene.steps} steps, of which the first "
-        f"{figures['warm_up_steps']} are not counted. Processor time is that of a step, over all "
+        f"{scene.global_batch_size}, {scene.steps} steps; "
+        f"{not_counted(figures)} are not counted. Processor time is that of a step, over all "
         "processors, which other load changes less than the time of a step. Medians of "
         f"{rounds} rounds, of waiting the largest. "
         f"{machine['cpu']}, {machine['physical_cores']} cores. TRL's: {listed}."

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarking.command import Figures, begun, keep
+from benchmarking.command import Figures, begun, keep, not_counted
 from benchmarking.figures import (
     WARM_UP_STEPS,
     Measured,
+    in_pairs,
     largest_difference,
     median_of,
     paired_ratio,
@@ -28,7 +29,6 @@ from benchmarking.levers import (
 )
 from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
 from ftkit.utils.hardware import hardware, versions
-from ftkit.utils.json_values import from_json
 
 LEVER = Lever(
     name="transformers",
@@ -140,10 +140,7 @@ def pairs_by_row(figures: Figures) -> dict[tuple[str, str, str], list[Figures]]:
 
 def _runs(pairs: Sequence[Figures]) -> tuple[list[Measured], list[Measured]]:
     """Runs of LitGPT's model and of transformers'."""
-    ours, theirs = (
-        [from_json(Measured, row[name]) for row in pairs] for name in ("litgpt", "transformers")
-    )
-    return ours, theirs
+    return in_pairs(pairs, ("litgpt", "transformers"))
 
 
 def markdown(figures: Figures) -> str:
@@ -156,7 +153,7 @@ def markdown(figures: Figures) -> str:
     return (
         f"{table(COLUMNS, rows)}\n\n"
         f"{of} on {on}; ratios are transformers / litgpt; tokens without "
-        f"padding; the first {figures['warm_up_steps']} steps are not counted. Memory: allocated "
+        f"padding; {not_counted(figures)} are not counted. Memory: allocated "
         "on the GPU, or of the largest process less what its imports hold. The losses are "
         "transformers'."
     )

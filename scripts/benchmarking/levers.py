@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarking.command import Figures, begun, keep
+from benchmarking.command import Figures, begun, keep, not_counted
 from benchmarking.figures import (
     WARM_UP_STEPS,
     Measured,
+    in_pairs,
     largest_difference,
     median_of,
     paired_ratio,
@@ -20,7 +21,6 @@ from benchmarking.figures import (
 from benchmarking.ftkit_run import SEED, imports_bytes, is_gpu_here, run_ftkit
 from benchmarking.tables import draw_bars, gib, in_a_cell, number, table
 from ftkit.utils.hardware import hardware, versions
-from ftkit.utils.json_values import from_json
 
 Method = Literal["full", "lora", "qlora"]
 COLUMNS = (
@@ -304,8 +304,8 @@ def markdown(figures: Figures) -> str:
     on = ", ".join(one["name"] for one in machine["gpus"]) or machine["cpu"]
     pairs = 1 + max((row["pair"] for row in figures["pairs"]), default=-1)
     said = (
-        f"Medians of {pairs} pairs on {on}; tokens without padding; the first "
-        f"{figures['warm_up_steps']} steps are not counted. Memory: allocated on the GPU, or of "
+        f"Medians of {pairs} pairs on {on}; tokens without padding; "
+        f"{not_counted(figures)} are not counted. Memory: allocated on the GPU, or of "
         "the largest process less what its imports hold."
     )
     return f"{table(COLUMNS, rows)}\n\n{said}"
@@ -321,7 +321,7 @@ def row_cells(lever: str, method: str, pairs: Sequence[Figures]) -> list[str]:
     """A row of the table: medians over the pairs, or the message of a run that failed."""
     if refused := next((row["refused"] for row in pairs if "refused" in row), None):
         return [lever, method, refused, *[""] * (len(COLUMNS) - 3)]
-    off, on = ([from_json(Measured, row[kind]) for row in pairs] for kind in ("off", "on"))
+    off, on = in_pairs(pairs, ("off", "on"))
     if failed := next((run.failure for run in [*on, *off] if not run.is_whole), None):
         return [lever, method, in_a_cell(failed), *[""] * (len(COLUMNS) - 3)]
     both = [pair for pair in zip(off, on, strict=True) if all(run.is_whole for run in pair)]
@@ -347,7 +347,7 @@ def draw(figures: Figures, picture: Path) -> None:
     panels: dict[str, dict[str, float]] = {"tokens/s": {}, "peak memory": {}}
     for lever, method in dict.fromkeys((row["lever"], row["method"]) for row in figures["pairs"]):
         pairs = [row for row in rows_of(figures, lever, method) if "on" in row]
-        off, on = ([from_json(Measured, row[kind]) for row in pairs] for kind in ("off", "on"))
+        off, on = in_pairs(pairs, ("off", "on"))
         for panel, name in (("tokens/s", "tokens_per_s"), ("peak memory", "peak_bytes")):
             ratio = paired_ratio(on, off, name)
             if ratio is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarking.command import Figures, begun, keep
+from benchmarking.command import Figures, begun, keep, not_counted
 from benchmarking.figures import WARM_UP_STEPS, Measured, median_of
 from benchmarking.ftkit_run import SEED, imports_bytes, is_gpu_here, run_ftkit
 from benchmarking.tables import draw_lines, gib, in_a_cell, number, table
@@ -209,7 +209,7 @@ def markdown(figures: Figures) -> str:
     rounds = 1 + max((row["round"] for row in figures["runs"]), default=-1)
     parts.append(
         f"Medians of {rounds} rounds of {figures['method']} fine-tuning on {on}, "
-        f"{figures['machine']['precision']}; the first {figures['warm_up_steps']} steps are not "
+        f"{figures['machine']['precision']}; {not_counted(figures)} are not "
         "counted. Memory: allocated on the GPU, or of the largest process less what its imports "
         "hold."
     )

@@ -3,7 +3,10 @@
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from benchmarking.figures import in_pairs
 
 from ftkit.runs.report.report import read_report
 from gpu_parts.correctness import PLAIN, summary_of
@@ -17,15 +20,21 @@ ALL_LAYERS: dict[str, Any] = {
     "lora_alpha": 16,
     "lora_dropout": 0.05,
 }
-SPEEDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("tiny-llama-1.1b", {}),
-    "lora": ("Llama-2-7b-hf", ALL_LAYERS),
-    "lora_no_dropout": ("Llama-2-7b-hf", ALL_LAYERS | {"lora_dropout": 0.0}),
-    "lora_qv": ("Llama-2-7b-hf", {"lora_query": True, "lora_r": 8, "lora_dropout": 0.05}),
-    "qlora": ("Llama-2-7b-hf", ALL_LAYERS | {"quantize": "bnb.nf4"}),
+SPEEDS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "full": ("tiny-llama-1.1b", 8, {}),
+    "full_2048": ("tiny-llama-1.1b", 4, {}),
+    "full_8192": ("tiny-llama-1.1b", 16, {}),
+    "lora": ("Llama-2-7b-hf", 8, ALL_LAYERS),
+    "lora_2048": ("Llama-2-7b-hf", 4, ALL_LAYERS),
+    "lora_8192": ("Llama-2-7b-hf", 16, ALL_LAYERS),
+    "lora_8b": ("Llama-3-8B", 8, ALL_LAYERS),
+    "lora_no_dropout": ("Llama-2-7b-hf", 8, ALL_LAYERS | {"lora_dropout": 0.0}),
+    "lora_qv": ("Llama-2-7b-hf", 8, {"lora_query": True, "lora_r": 8, "lora_dropout": 0.05}),
+    "qlora": ("Llama-2-7b-hf", 8, ALL_LAYERS | {"quantize": "bnb.nf4"}),
 }
-"""Model and keys of runs with 8 sequences of 512 tokens a step, in bf16-true."""
-SEQUENCES, LENGTH, STEPS = 8, 512, 12
+"""Model, sequences of a step and keys of runs in bf16-true."""
+LENGTH, STEPS = 512, 12
+"""Tokens of a sequence, and steps of a run."""
 
 
 def calibration(recipe: int) -> Callable[[Scene, Found], None]:
@@ -46,26 +55,36 @@ def calibration(recipe: int) -> Callable[[Scene, Found], None]:
     return run
 
 
+def long_records(scene: Scene, count: int) -> Path:
+    """Write records to train on that are longer than any sequence here: all are cut to its length.
+
+    There are more than are trained on, because some are kept for validation.
+    """
+    record = {"instruction": "name colours", "input": "", "output": "red green " * LENGTH}
+    file = scene.directory / "records.json"
+    file.write_text(json.dumps([record] * (count + 40)))
+    return file
+
+
 def speed(name: str) -> Callable[[Scene, Found], None]:
     """Measure tokens per second and memory of one of SPEEDS, on random weights."""
 
     def run(scene: Scene, found: Found) -> None:
-        model, keys = SPEEDS[name]
+        model, sequences, keys = SPEEDS[name]
+        sequences = 2 if scene.dry else sequences
         length = 32 if scene.dry else LENGTH
-        record = {"instruction": "name colours", "input": "", "output": "red green " * length}
         steps = 3 if scene.dry else STEPS
-        data = scene.directory / "records.json"
-        data.write_text(json.dumps([record] * SEQUENCES * steps))
+        data = long_records(scene, sequences * steps)
         out = scene.directory / "out"
         done = ftkit(
-            "finetune_full" if name == "full" else "finetune",
+            "finetune_full" if name.startswith("full") else "finetune",
             **PLAIN | {"data__path": data, "data__mask_prompt": False} | keys,
             out_dir=out,
             checkpoint_dir="random:pythia-14m" if scene.dry else f"random:{model}",
             accelerator=scene.accelerator,
             precision="bf16-true",
-            train__global_batch_size=SEQUENCES,
-            train__micro_batch_size=SEQUENCES,
+            train__global_batch_size=sequences,
+            train__micro_batch_size=sequences,
             train__max_steps=steps,
             train__max_seq_length=length,
             checkpoint__save=False,
@@ -79,11 +98,11 @@ def speed(name: str) -> Callable[[Scene, Found], None]:
     return run
 
 
-def lever(name: str, method: str) -> Callable[[Scene, Found], None]:
-    """Measure one lever of scripts/benchmark, off and on."""
+def lever(name: str, method: str, pair: int) -> Callable[[Scene, Found], None]:
+    """Measure one lever of scripts/benchmark, off and on, until it has so many pairs."""
 
     def run(scene: Scene, found: Found) -> None:
-        options: list[object] = ["--methods", method, "--pairs", 1, "--only", name]
+        options: list[object] = ["--methods", method, "--pairs", pair, "--only", name]
         options += ["--models", scene.models]
         if scene.dry:
             options += ["--tiny", "--steps", 3]
@@ -94,9 +113,15 @@ def lever(name: str, method: str) -> Callable[[Scene, Found], None]:
                     found.check(row["lever"], None, row["refused"])
                     continue
                 failed = row.get("refused") or row["on"]["failure"] or row["off"]["failure"]
-                found.check(row["lever"], not failed, failed or "")
+                found.check(row["lever"], not failed, failed or _counted(row))
 
     return run
+
+
+def _counted(row: dict[str, Any]) -> str:
+    """How many steps of a pair count: not those that warmed up, compiled or were followed."""
+    (off,), (on,) = in_pairs([row], ("off", "on"))
+    return f"{len(off.window)} of {len(off.steps)} steps count off, {len(on.window)} on"
 
 
 def scaling(axis: str) -> Callable[[Scene, Found], None]:

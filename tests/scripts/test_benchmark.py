@@ -42,6 +42,134 @@ def test_the_first_two_steps_and_what_came_before_are_not_counted() -> None:
     assert dataclasses.replace(run, reference_s=10).window_s == 4 + 6
 
 
+def with_durations(run: Any, *durations_s: float) -> Any:
+    """The run, with what its program says of the durations of its steps."""
+    pairs = zip(run.steps, durations_s, strict=True)
+    steps = [dataclasses.replace(step, duration_s=duration_s) for step, duration_s in pairs]
+    return dataclasses.replace(run, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("slowed", "window_s", "counted"),
+    [
+        ([], 9.0, 3),
+        ([2], 9.0, 3),
+        ([4], 4.0, 2),
+        ([3, 5, 9], 5.0, 1),
+        ([3, 4, 5], 9.0, 3),  # no other would remain
+    ],
+)
+def test_slowed_steps_are_not_counted_and_the_others_take_as_long_as_their_program_says(
+    slowed: list[int], window_s: float, counted: int
+) -> None:
+    run = measured(1, 2, 3, 8, 11, slowed=slowed)
+    steps = [dataclasses.replace(s, cpu_s=2 * s.ended_s) for s in run.steps]
+    run = dataclasses.replace(run, steps=steps)
+    # Between the ends of steps, where the program tells no duration.
+    assert run.window_s == window_s and len(run.window) == counted
+    assert run.tokens_per_s == pytest.approx(100 * counted / window_s)
+    assert run.step_cpu_s == pytest.approx(2 * window_s / counted)
+    of_program = with_durations(run, 9, 9, 0.5, 2.5, 1.5)
+    assert of_program.window_s == pytest.approx(window_s / 2)
+    assert of_program.step_cpu_s == run.step_cpu_s
+    before = dataclasses.replace(run, reference_s=10)
+    assert before.window_s == pytest.approx(window_s + 2 * counted)
+
+
+def test_what_is_not_counted_in_one_program_is_not_counted_in_any_of_the_round() -> None:
+    from benchmarking.figures import by_program, in_pairs
+
+    ours, theirs = measured(1, 2, 3, 8, 11, slowed=[4]), measured(1, 2, 5, 7, 8)
+    rows = [
+        {"round": number, "program": name, "measured": dataclasses.asdict(run)}
+        for number, name, run in (
+            (1, "ftkit", dataclasses.replace(ours, slowed=[3])),
+            (0, "trl", theirs),
+            (0, "ftkit", ours),
+            (1, "trl", theirs),
+        )
+    ]
+    runs = by_program(rows)
+    assert [run.window_s for run in runs["ftkit"]] == [4, 8]
+    assert [run.window_s for run in runs["trl"]] == [4, 3]
+    pair = {"on": dataclasses.asdict(ours), "off": dataclasses.asdict(theirs)}
+    assert [[run.window_s for run in side] for side in in_pairs([pair], ("off", "on"))] == [
+        [4], [4]
+    ]  # fmt: skip
+    assert in_pairs([], ("off", "on")) == ([], [])
+
+
+def test_figures_of_before_are_read_as_they_were() -> None:
+    from benchmarking.figures import by_program
+
+    run = dataclasses.asdict(measured(1, 2, 3, 8))
+    del run["slowed"]
+    for step in run["steps"]:
+        del step["duration_s"]
+    (found,) = by_program([{"round": 0, "program": "ftkit", "measured": run}])["ftkit"]
+    assert found.window_s == 6
+
+
+def report_of(durations_s: list[float], *, left_out: list[int], **values: Any) -> Any:
+    """What a report says of a run with such steps, whose own window leaves out some."""
+    in_window = [s for number, s in enumerate(durations_s, 1) if number not in left_out]
+    speed = {"window_steps": len(in_window), "window_s": sum(in_window), "compiled_graphs": None}
+    followed = values.pop("followed", None)
+    ranks = None if followed is None else SimpleNamespace(ranks=[SimpleNamespace(step=followed)])
+    return SimpleNamespace(throughput=SimpleNamespace(**speed | values), step_memory=ranks)
+
+
+DURATIONS_S = [9.0, 3.0, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.05, 1.15]
+
+
+@pytest.mark.parametrize(
+    ("steps", "report", "slowed"),
+    [
+        (13, {"followed": 7, "left_out": [1, 2, 3, 7]}, [7]),
+        (13, {"followed": 3, "left_out": [1, 2, 3]}, [3]),
+        # The second step as well, which is never counted.
+        (13, {"followed": 12, "left_out": [1, 2, 3, 12]}, [12]),
+        (11, {"followed": 11, "left_out": [1, 2, 11]}, [11]),
+        # The second step needed as much as a later one, which the report does not name.
+        (13, {"followed": 2, "left_out": [1, 2, 3, 12]}, [2, 12]),
+        (11, {"followed": 2, "left_out": [1, 2, 11]}, [2, 11]),
+        (13, {"followed": 2, "left_out": [1, 2, 3]}, [2]),
+        (4, {"followed": 2, "left_out": [1, 2]}, [2]),
+        # No other step remains, so that none is left out.
+        (2, {"followed": 2, "left_out": []}, [2]),
+        # A model that is compiled: none is followed.
+        (13, {"left_out": [1, 2, 3], "compiled_graphs": 5}, [1, 2, 3]),
+        (13, {"left_out": [1, 2, 3, 10, 11], "compiled_graphs": 7}, [1, 2, 3, 10, 11]),
+        (13, {"left_out": [1, 2, 3]}, []),
+    ],
+)
+def test_slowed_steps_follow_from_the_report(
+    steps: int, report: dict[str, Any], slowed: list[int]
+) -> None:
+    from benchmarking.ftkit_run import slowed_steps
+
+    durations_s = DURATIONS_S[:steps]
+    run = with_durations(measured(*range(1, steps + 1)), *durations_s)
+    assert slowed_steps(report_of(durations_s, **report), run.steps) == slowed
+
+
+def test_a_report_without_a_speed_tells_what_it_names() -> None:
+    from benchmarking.ftkit_run import slowed_steps
+
+    report = report_of([], left_out=[], followed=4)
+    report.throughput = None
+    assert slowed_steps(report, measured(1, 2, 3, 4, 5).steps) == [4]
+
+
+def test_tables_say_what_is_not_counted() -> None:
+    from benchmarking.peers.command import markdown
+
+    figures = peers_figures()
+    assert "the first 2 steps are not counted" in markdown(figures)
+    figures["runs"][0]["measured"]["slowed"] = [3]
+    assert "the first 2 steps and those in which ftkit followed memory" in markdown(figures)
+
+
 def test_memory_is_that_of_the_gpu_or_else_what_imports_do_not_hold() -> None:
     run = measured(1, 2, 3)
     assert run.peak_bytes == 2 * 2**30
@@ -245,15 +373,20 @@ def test_a_benchmark_that_is_interrupted_leaves_no_process(tmp_path: Path) -> No
 
 
 def test_rows_of_metrics_are_read_once_and_only_whole(tmp_path: Path) -> None:
+    from benchmarking.figures import steps_of
     from benchmarking.ftkit_run import Rows
 
     file = tmp_path / "metrics.csv"
     rows = Rows(file)
     assert rows.new() == []
-    file.write_text("step,loss,tokens\n1,10.5,100\n2,9.")
-    assert rows.new() == [{"step": 1, "loss": 10.5, "total_tokens": 100}]
-    file.write_text("step,loss,tokens\n1,10.5,100\n2,9.5,20\n")
-    assert rows.new() == [{"step": 2, "loss": 9.5, "total_tokens": 120}]
+    file.write_text("step,loss,tokens,tokens_per_s\n1,10.5,100,50\n2,9.")
+    first = {"step": 1, "loss": 10.5, "total_tokens": 100, "duration_s": 2}
+    assert rows.new() == [first]
+    file.write_text("step,loss,tokens,tokens_per_s\n1,10.5,100,50\n2,9.5,20,80\n")
+    second = {"step": 2, "loss": 9.5, "total_tokens": 120, "duration_s": 0.25}
+    assert rows.new() == [second]
+    steps = steps_of([(3.0, first), (3.5, second)])
+    assert [(step.ended_s, step.duration_s) for step in steps] == [(3, 2), (3.5, 0.25)]
 
 
 def peers_figures(**failures: str) -> dict[str, Any]:

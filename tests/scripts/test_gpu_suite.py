@@ -7,10 +7,11 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -75,7 +76,122 @@ def test_every_recipe_of_the_calibration_and_every_lever_is_a_part(suite: Module
     assert {f"memory_{number}" for number in range(recipes)} <= set(names)
     of_one_device = [one for one in suite.LEVERS if "devices" not in one.on]
     expected = {f"lever: {one.name}, {method}" for one in of_one_device for method in one.methods}
+    first = {f"lever: {name}, {method}" for name, method in suite.FIRST_LEVERS}
+    assert first <= expected
+    expected |= {f"{name}, pair {pair}" for name in first for pair in (2, 3)}
     assert {name for name in names if name.startswith("lever")} == expected
+
+
+def test_every_speed_is_a_part(suite: ModuleType) -> None:
+    names = {part.name for part in suite.PARTS if part.name.startswith("speed")}
+    assert names == {f"speed_{name}" for name in suite.measuring.SPEEDS}
+    tokens = {
+        name: sequences * suite.measuring.LENGTH
+        for name, (_, sequences, _) in suite.measuring.SPEEDS.items()
+    }
+    assert {tokens[name] for name in ("full_2048", "lora_2048")} == {2048}
+    assert {tokens[name] for name in ("full_8192", "lora_8192")} == {8192}
+    assert tokens["full"] == tokens["lora"] == tokens["lora_8b"] == 4096
+
+
+def test_nine_minutes_are_enough_for_what_is_asked_first(suite: ModuleType) -> None:
+    left_s, begun = 540.0, []
+    beside = [part.usual_s for part in suite.PARTS if part.beside_others]
+    left_s -= max(*beside, sum(beside) / 4)
+    for part in suite.PARTS:
+        if not part.beside_others and part.gpus == 1 and part.usual_s <= left_s:
+            left_s -= part.usual_s
+            begun.append(part.name)
+    assert begun[:8] == [
+        "speed_full", "speed_full_2048", "speed_full_8192", "kernels",
+        "lever: padding_free, full", "lever: kernels liger, full", "lever: compile, full",
+        "speed_lora",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "products"),
+        ("sm80_xmma_gemm_bf16bf16_bf16f32", "products"),
+        ("aten::addmm", "products"),
+        ("pytorch_flash::flash_bwd_kernel<cutlass::bfloat16_t>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("elementwise_kernel<128, 4, direct_copy_kernel_cuda(at::TensorIteratorBase&)>", "copies"),
+        ("vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add>", "element-wise and sums"),
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor>", "element-wise and sums"),
+    ],
+)
+def test_kernels_have_kinds(suite: ModuleType, name: str, kind: str) -> None:
+    assert suite.profiling.kind_of(name) == kind
+
+
+def test_the_time_of_a_step_is_that_of_its_kinds_and_of_waiting(suite: ModuleType) -> None:
+    ran = [
+        suite.profiling.Ran(name, began_us, ended_us)
+        for name, began_us, ended_us in (
+            ("gemm", 90e6, 95e6),  # of the step before
+            ("add", 101e6, 102e6),
+            ("flash", 103e6, 105e6),
+            ("gemm", 105e6, 108e6),
+            ("Memcpy", 104e6, 109e6),  # beside the other two
+            ("gemm", 120e6, 121e6),  # of the step after
+        )
+    ]
+    assert suite.profiling.by_kind(ran, 100e6, 110e6) == {
+        "attention": 2, "copies": 5, "products": 3, "element-wise and sums": 1, "idle": 3
+    }  # fmt: skip
+    assert suite.profiling.by_kind([], 100e6, 110e6)["idle"] == 10
+
+
+def test_a_profile_counts_kernels_alone_and_the_last_step(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, events of operations and annotations also have the times of their kernels."""
+
+    def event(name: str, began_s: int, ended_s: int, *, device: str, is_annotation: bool) -> Any:
+        return SimpleNamespace(
+            name=name,
+            key=name,
+            count=1,
+            time_range=SimpleNamespace(start=began_s * 1e6, end=ended_s * 1e6),
+            device_type=SimpleNamespace(name=device),
+            is_user_annotation=is_annotation,
+            self_device_time_total=(ended_s - began_s) * 1e6,
+        )
+
+    events = [
+        event(name, *span, device=device, is_annotation=name in (suite.profiling.STEP, "AdamW"))
+        for name, span, device in (
+            (suite.profiling.STEP, (0, 10), "CPU"),
+            ("flash_fwd", (2, 4), "CUDA"),
+            (suite.profiling.STEP, (20, 30), "CPU"),
+            (suite.profiling.STEP, (21, 29), "CUDA"),
+            ("aten::mm", (20, 21), "CPU"),
+            ("nvjet", (22, 25), "CUDA"),
+            ("AdamW", (25, 29), "CUDA"),
+            ("multi_tensor_apply_kernel", (26, 28), "CUDA"),
+            ("cudaDeviceSynchronize", (29, 30), "CPU"),
+        )
+    ]
+    profiled = SimpleNamespace(
+        events=lambda: events, key_averages=lambda: events, export_chrome_trace=lambda _: None
+    )
+    monkeypatch.setattr("torch.profiler.profile", lambda **_: nullcontext(profiled))
+    monkeypatch.setattr(suite.profiling, "_train", lambda _: None)
+    part = sys.modules["gpu_parts.part"]
+    scene = part.Scene(directory=tmp_path, results=tmp_path, models=tmp_path, dry=False, limit_s=9)
+    found = part.Found(lambda _: None)
+    suite.profiling.kernels(scene, found)
+    assert found.figures["a step by kind, seconds"] == {
+        "attention": 0, "copies": 0, "products": 3, "element-wise and sums": 2, "idle": 5,
+        "whole": 10,
+    }  # fmt: skip
+    assert found.figures["seconds"]["on the device"] == 7
+    assert next(iter(found.figures["kernels: count, seconds"])) == "nvjet"
+    assert found.figures["waits"] == {"cudaDeviceSynchronize": 1}
+    assert [check.passed for check in found.checks] == [True, None]
 
 
 def begins(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -223,8 +339,29 @@ def test_a_lever_that_needs_a_gpu_is_wrong_only_where_there_is_one(
     part = sys.modules["gpu_parts.part"]
     scene = part.Scene(directory=tmp_path, results=tmp_path, models=tmp_path, dry=dry, limit_s=9)
     found = part.Found(lambda _: None)
-    suite.measuring.lever("kernels liger", "full")(scene, found)
+    suite.measuring.lever("kernels liger", "full", 1)(scene, found)
     assert [(check.passed, check.said) for check in found.checks] == [(passed, "needs a GPU")]
+
+
+def test_a_pair_of_a_lever_is_added_to_those_before_and_says_how_many_steps_count(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [{"ended_s": number, "loss": 1.0, "tokens": 9} for number in range(6)]
+    on, off = {"steps": steps, "slowed": [3, 4], "failure": None}, {"steps": steps, "failure": None}
+    asked: list[Any] = []
+
+    def figures(*arguments: Any) -> dict[str, Any]:
+        asked.extend(arguments[-1])
+        return {"pairs": [{"lever": "compile", "on": on, "off": off}]}
+
+    monkeypatch.setattr(suite.measuring, "_benchmark", figures)
+    part = sys.modules["gpu_parts.part"]
+    scene = part.Scene(directory=tmp_path, results=tmp_path, models=tmp_path, dry=False, limit_s=9)
+    found = part.Found(lambda _: None)
+    suite.measuring.lever("compile", "full", 2)(scene, found)
+    assert asked[asked.index("--pairs") + 1] == 2
+    (check,) = found.checks
+    assert (check.passed, check.said) == (True, "2 of 6 steps count off, 2 on")
 
 
 def test_what_is_left_is_what_the_next_run_does(suite: ModuleType, arguments: Namespace) -> None:
@@ -250,11 +387,11 @@ def test_problems_are_listed_below_the_table(suite: ModuleType) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(["saves"], marks=pytest.mark.slow),
+        pytest.param(["saves", "kernels"], marks=pytest.mark.slow),
         pytest.param(["peer: ftkit, full"], marks=pytest.mark.matrix),
         pytest.param(ONE_OF_EACH_KIND, marks=pytest.mark.matrix),
     ],
-    ids=["one", "a peer", "one of each kind"],
+    ids=["two", "a peer", "one of each kind"],
 )
 def test_parts_run_through_on_a_cpu(tmp_path: Path, parts: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -266,6 +403,9 @@ def test_parts_run_through_on_a_cpu(tmp_path: Path, parts: list[str]) -> None:
     ran = {name for name, part in found.items() if part["outcome"] == "done"}
     assert all(found[name]["outcome"].startswith("needs ") for name in found.keys() - ran)
     assert sorted(found) == sorted(parts)
+    if "kernels" in parts:
+        (by_kind,) = found["kernels"]["figures"].values()
+        assert by_kind["products"] > 0 and 0 < by_kind["idle"] < by_kind["whole"]
     assert (tmp_path / "results.md").read_text().strip() in done.stdout
 
 

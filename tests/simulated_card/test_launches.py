@@ -123,3 +123,17 @@ def test_the_host_waits_once_for_each_generated_token(h100: Machine) -> None:
         return found
 
     assert h100.run(body) == [1, 1]
+
+
+def test_the_slower_one_of_gpu_and_host_decides_the_speed() -> None:
+    from launches import Work, header, row
+
+    # 1 ms of the GPU, and 1 ms of a host that takes 10 us for a launch.
+    work = Work(launches=100, other_bytes=round(3.35e12 * 0.8 * 1e-3))
+    name, times_us = "full, TinyLlama 1.1B", (2, 20)
+    titles = [cell.strip() for cell in header(times_us).splitlines()[0].split("|")]
+    cells = [cell.strip() for cell in row(name, work, Work(launches=4), times_us).split("|")]
+    assert dict(zip(titles[4:-1], cells[4:-1], strict=True))["GPU"] == "1.0 ms"
+    assert titles[6:-1] == ["host, 2 us", "tokens/s", "host, 20 us", "tokens/s"]
+    assert cells[6:-1] == ["0.2 ms", "4,096,000", "2.0 ms", "2,048,000"]
+    assert header(times_us).splitlines()[1].count("|") == len(titles) - 1

@@ -8,10 +8,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from benchmarking.command import Figures, begun, keep
+from benchmarking.command import Figures, begun, keep, not_counted
 from benchmarking.figures import (
     WARM_UP_STEPS,
     Measured,
+    by_program,
     largest_difference,
     median_of,
     paired_ratio,
@@ -86,7 +87,7 @@ def exit_code(figures: Figures) -> int:
         case = from_json(Case, settings)
         if case.objective == "sft" or case.differs:
             continue
-        apart = difference_from_trl(by_program(figures, name))
+        apart = difference_from_trl(runs_of(figures, name))
         if apart is not None and apart > EQUAL:
             return 1
     return 0
@@ -140,20 +141,16 @@ def measure(options: argparse.Namespace) -> Figures:
     return figures
 
 
-def by_program(figures: Figures, case: str) -> dict[str, list[Measured]]:
+def runs_of(figures: Figures, case: str) -> dict[str, list[Measured]]:
     """The runs of a case by program, round by round."""
-    found: dict[str, list[Measured]] = {}
-    for row in sorted(figures["runs"], key=lambda row: row["round"]):
-        if row["case"] == case:
-            found.setdefault(row["program"], []).append(from_json(Measured, row["measured"]))
-    return found
+    return by_program(row for row in figures["runs"] if row["case"] == case)
 
 
 def markdown(figures: Figures) -> str:
     """All figures as tables: one for each case of supervised fine-tuning, one for objectives."""
     parts, objectives = [], {}
     for case, settings in figures["cases"].items():
-        runs = by_program(figures, case)
+        runs = runs_of(figures, case)
         if from_json(Case, settings).objective != "sft":
             objectives[case] = runs
             continue
@@ -169,8 +166,8 @@ def markdown(figures: Figures) -> str:
     rounds = str(most) if fewest == most else f"{fewest} to {most}"
     machine = figures["hardware"]
     said = (
-        f"Medians of {rounds} rounds; tokens without padding; the first "
-        f"{figures['warm_up_steps']} steps are not counted. Memory: allocated on the GPU, or of "
+        f"Medians of {rounds} rounds; tokens without padding; "
+        f"{not_counted(figures)} are not counted. Memory: allocated on the GPU, or of "
         "the largest process less what its imports hold. "
         f"{machine['cpu']}, {machine['physical_cores']} cores. " + "; ".join(listed) + "."
     )
@@ -291,7 +288,7 @@ def draw(figures: Figures, picture: Path) -> None:
     for case in figures["cases"]:
         speeds = {
             program: median_of(own, "tokens_per_s")
-            for program, own in by_program(figures, case).items()
+            for program, own in runs_of(figures, case).items()
         }
         known = {program: speed for program, speed in speeds.items() if speed is not None}
         if known:
