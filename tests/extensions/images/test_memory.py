@@ -67,8 +67,8 @@ TWO_RANKS = {
 }
 OFTEN = (*SINGLE, "fsdp x2")
 """Cases of the first families; the others are those of one, and other families have one."""
-REPEATED = [(kind, name) for kind in ("gemma3", "idefics3") for name in OFTEN if name != "full"]
-"""Those of the matrix: llava and qwen2_5_vl have the same cases, without and with grids."""
+REPEATED = [(kind, name) for kind in FIRST[1:] for name in OFTEN if name != "full"]
+"""Those of the matrix: llava has the same cases, and every family the usual one."""
 WANTED = [
     *((kind, name) for kind in FIRST for name in OFTEN),
     *((FIRST[0], name) for name in TWO_RANKS if name not in OFTEN),
