@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from messages import says
 from PIL import Image
-from seeing_models import KINDS, write_chats
+from seeing_models import FIRST, KINDS, write_chats
 
 from ftkit.data import dataset
 from ftkit.data.cache import cache_directory
@@ -304,7 +304,10 @@ def test_tokens_of_images_never_carry_loss(
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in FIRST else pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS],
+)
 def test_no_sample_ends_within_an_image(
     kind: str, overlong: str, folder: Path, load: Load, seen: Path
 ) -> None:
