@@ -22,7 +22,7 @@ class _Converter(FakeTensorConverter):
         shape_env: Any = None,
         **more: Any,
     ) -> FakeTensor:
-        """Return the fake tensor of a real one, the same whenever it is asked for."""
+        """Return the fake tensor of a real one; asked for twice, it is the same."""
         is_plain = type(t) is Tensor and t.layout == torch.strided and not t._is_view()
         if make_constant or not is_plain or t.requires_grad:
             return super().from_real_tensor(fake_mode, t, make_constant, shape_env, **more)
