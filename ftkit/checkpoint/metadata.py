@@ -120,9 +120,11 @@ class Layout:
     num_nodes: int
     precision: str
     micro_batch_size: int
-    """Sequences per forward pass on one rank."""
+    """Most sequences per forward pass on one rank."""
     accelerator: str
     """Kind of device, by torch's name: cpu, cuda, ..."""
+    micro_batch_tokens: int | None = None
+    """Most tokens per forward pass on one rank; None: not limited."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from ftkit.checkpoint.file_checks import mark_damaged
 from ftkit.checkpoint.metadata import CheckpointError, read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
 from ftkit.launch.preflight import find_shortage, shortage_text
+from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import Recipe
 from ftkit.runs.directory import RunDirectory
@@ -33,7 +34,7 @@ from ftkit.runs.run_ends import RUN_ENDS, write_beside_result
 from ftkit.runs.state import brought_up_to_files
 from ftkit.strategies.step_memory import StepMemory
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.formatting import utc_now
+from ftkit.utils.console.formatting import count_text, utc_now
 from ftkit.utils.files import write_with_reserve
 from ftkit.utils.progress import gives_advice, next_text
 from ftkit.utils.urls import display_path
@@ -56,9 +57,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
     """
     out_dir = job.recipe.out_dir
     run, world_size = job.directory, job.plan.world_size
-    files = [run.rank(rank).report for rank in range(world_size)]
-    reports = [read_report(file) if file.exists() else _empty_report(job) for file in files]
-    reports[0] = brought_up_to_files(reports[0], run)
+    reports = _reports(job)
     rank, error = _cause(run, world_size)
     steps = (reports[0].progress or Progress()).steps
     # Before the first step, a mistake of the user's leaves everything as it was.
@@ -68,18 +67,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if error.kind == "damaged":
             assert job.start is not None and error.file is not None
             _doubt_start(Path(job.start), error.file, error.message)
-    # Rank 0's report stands for the run; what differs between ranks is combined over all.
-    memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
-    report = dataclasses.replace(
-        _with_outcome(reports[0], received, error, phase=reports[rank].phase),
-        peak_memory=PeakMemory.of(memory) if memory else None,
-        expert_load=ExpertLoad.of_ranks([report.expert_load for report in reports]),
-        step_memory=StepMemory.of([report.step_memory for report in reports]),
-        warnings=[*_all_warnings(reports), *_notices(run)],
-        phases_s=dataclasses.replace(
-            reports[0].phases_s or PhaseTimes(), total=time.monotonic() - job.began_s
-        ),
-    )
+    report = _combined(job, reports, received, rank, error)
     with Display(out_dir) as display:
         try:
             # First of all, before what would fit is searched for: whatever happens then, the report
@@ -96,6 +84,7 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
                     job.command,
                     reports[rank].peak_memory,
                     report.exit_reason,
+                    job.plan.chosen,
                 )
             # The report is on the disk already: if there is no room for the advice, it stays as it
             # is.
@@ -123,6 +112,66 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         elif gives_advice() and (commands := next_commands(run, job.recipe)):
             display.show_text(next_text(commands))
     return report.exit_code
+
+
+def note_shortage(job: Job, smaller: MicroBatch) -> bool:
+    """Note that a run ran out of memory and starts again; return False if it ended otherwise.
+
+    Its report says why, as that of a session that others follow.
+
+    Args:
+        job: of the run, whose ranks have ended.
+        smaller: micro-batch with which it starts again.
+    """
+    rank, error = _cause(job.directory, job.plan.world_size)
+    if error is None or error.kind not in FOR_MEMORY:
+        return False
+    report = _combined(job, _reports(job), (), rank, error)
+    out_dir = job.recipe.out_dir
+    with Display(out_dir) as display, suppress(OSError):
+        write_report(report, out_dir)
+        plan = job.plan
+        before = _size_text(plan.micro_batch_size, smaller.tokens and plan.micro_batch_tokens)
+        now = _size_text(smaller.sequences, smaller.tokens)
+        display.warning(
+            f"out of memory with micro-batches of at most {before}, which ftkit chose "
+            f"({report.exit_reason.splitlines()[0]}); starting again with {now}"
+        )
+    return True
+
+
+def _size_text(sequences: int, tokens: int | None) -> str:
+    return count_text(sequences, "sequence") if tokens is None else count_text(tokens, "token")
+
+
+def _reports(job: Job) -> list[Report]:
+    """The reports of all ranks; that of rank 0 up to date."""
+    run, world_size = job.directory, job.plan.world_size
+    files = [run.rank(rank).report for rank in range(world_size)]
+    reports = [read_report(file) if file.exists() else _empty_report(job) for file in files]
+    return [brought_up_to_files(reports[0], run), *reports[1:]]
+
+
+def _combined(
+    job: Job,
+    reports: Sequence[Report],
+    received: Sequence[signal.Signals],
+    rank: int,
+    error: RankError | None,
+) -> Report:
+    """The report of a run; `rank` is the one that failed first, with its error."""
+    # Rank 0's report stands for the run; what differs between ranks is combined over all.
+    memory = [rank for report in reports if report.peak_memory for rank in report.peak_memory.ranks]
+    return dataclasses.replace(
+        _with_outcome(reports[0], received, error, phase=reports[rank].phase),
+        peak_memory=PeakMemory.of(memory) if memory else None,
+        expert_load=ExpertLoad.of_ranks([report.expert_load for report in reports]),
+        step_memory=StepMemory.of([report.step_memory for report in reports]),
+        warnings=[*_all_warnings(reports), *_notices(job.directory)],
+        phases_s=dataclasses.replace(
+            reports[0].phases_s or PhaseTimes(), total=time.monotonic() - job.began_s
+        ),
+    )
 
 
 def _doubt_start(checkpoint: Path, name: str, message: str) -> None:

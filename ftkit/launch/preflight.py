@@ -26,11 +26,13 @@ from ftkit.models.pretrained.places import (
     settings_directory,
 )
 from ftkit.planning.gpus import HOST, Gpu, device_here, free_here, ranks_here
+from ftkit.recipe.batches import KNOWN_MICRO_BATCH, MicroBatch
 from ftkit.recipe.companions import named_companion
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import to_yaml
+from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
-from ftkit.recipe.recipe import Recipe, Train
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.report.report import PeakMemory
 from ftkit.strategies.step_memory import Shortage
 from ftkit.utils.accelerators.kinds import HOST_KIND
@@ -53,10 +55,15 @@ _ANY_RUN_BYTES, _ANY_CPU_RUN_BYTES = 2 * 2**30, 2**29
 """Context, logits and unused memory of the allocator; the second, of a process without a GPU."""
 
 
-def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
+def with_micro_batch(recipe: Recipe, devices: Devices, smaller: MicroBatch | None = None) -> Recipe:
     """The recipe with the largest micro-batch that fits in free memory, if it is auto.
 
     The whole recipe is planned.
+
+    Args:
+        recipe: as requested.
+        devices: of this machine.
+        smaller: to be taken instead, because such a micro-batch ran out of memory.
 
     Raises:
         DoesNotFit: not even one sequence does.
@@ -64,11 +71,19 @@ def with_micro_batch(recipe: Recipe, devices: Devices) -> Recipe:
     key = recipe.train.auto_key
     if key is None:
         return recipe
+    if smaller is not None:
+        value = smaller.tokens or smaller.sequences
+        return dataclasses.replace(recipe, train=recipe.train.with_auto_value(value))
     # Free memory, not the total: a number has to be chosen that works now.
     free = free_here(ranks_here(recipe.devices, devices), devices)
     found = _check_shown(recipe, devices, free)
     if "error" in found:
         raise UserError(str(found["error"]))
+    if not found:
+        raise UserError(
+            f"train.{key} is auto, but the memory of this run cannot be predicted. "
+            f"Try --train.{key} {KNOWN_MICRO_BATCH[key]}."
+        )
     if found["fits"] is False:
         raise DoesNotFit(
             f"train.{key} is auto, but one sequence needs {_gib(found)} on each rank, "
@@ -93,32 +108,51 @@ def check_second_models(recipe: Recipe) -> None:
             check_files(recipe.checkpoint_dir, name, key, token=recipe.access_token)
 
 
-def require_room(recipe: Recipe, devices: Devices, command: Sequence[str]) -> None:
+def require_room(
+    plan: Plan, devices: Devices, command: Sequence[str], *, force: bool = False
+) -> MicroBatch | None:
     """Refuse a run that certainly does not fit, and warn if it may not.
 
     Total memory of devices, and host memory with swap, are certain; free memory is not. A plan of
     the whole recipe takes seconds, and is made only if the model is large for the device.
 
+    Args:
+        plan: of the run, with a micro-batch for devices with enough memory.
+        devices: of this machine.
+        command: the command line, to which changes are added.
+        force: refuse and warn of nothing.
+
+    Returns:
+        The micro-batch where the recipe leaves it open, which is smaller where that of the plan
+        does not fit; None: the recipe names it.
+
     Raises:
         DoesNotFit: lists what would fit.
     """
+    recipe, chosen = plan.recipe, plan.chosen
     ranks = ranks_here(recipe.devices, devices)
     device = device_here(ranks, devices)
-    if device is None:
-        return
+    if device is None or (force and chosen is None):
+        return chosen
     now_bytes = device.memory_bytes  # of a GPU all of it, whatever other programs hold now
     if device.name == HOST:
         now_bytes = free_here(ranks, devices).memory_bytes
-    if not _may_be_too_large(recipe, device, now_bytes, ranks):
-        return
-    found = _check_shown(recipe, devices, device)
+    if not _may_be_too_large(plan, device, now_bytes, ranks):
+        return chosen
+    found = _check_shown(recipe, devices, device, chosen)
     if "fits" not in found:  # the run itself will report why
-        return
+        return chosen
+    if chosen is not None and chosen.tokens != (tokens := found["micro_batch_tokens"]):
+        # One number for all ranks, by the memory that this device has in all: what is free now
+        # would be another number at each start.
+        chosen = dataclasses.replace(chosen, tokens=tokens, source="memory")
+    if force:
+        return chosen
     # It fits, or may fit: the user decides.
     if found["fits"] is not False:
         for shortage in _possible_shortages(found, device, now_bytes):
             print_shown(f"memory may not be enough: this run needs {shortage}")
-        return
+        return chosen
     # Swap counts against a refusal, because the kernel kills only when both are full; it does not
     # count against a warning, because training in swap is useless.
     if found["low_bytes"] > device.memory_bytes + device.swap_bytes:
@@ -179,6 +213,7 @@ def find_shortage(
     command: Sequence[str],
     peak: PeakMemory | None,
     message: str,
+    chosen: MicroBatch | None = None,
 ) -> Shortage:
     """Memory that a failed run lacked, and what would fit.
 
@@ -188,6 +223,7 @@ def find_shortage(
         command: the command line, to which changes are added.
         peak: highest memory of the rank that ran out of memory.
         message: its error.
+        chosen: micro-batch of the run, if the recipe left it open.
     """
     ranks = ranks_here(recipe.devices, devices)
     device = device_here(ranks, devices)
@@ -204,7 +240,7 @@ def find_shortage(
     available_bytes = None if device is None else device.memory_bytes
     found: dict[str, Any] = {}
     if device is not None:
-        found = _check(recipe, devices, device, failed=True, timeout_s=_ADVICE_S)
+        found = _check(recipe, devices, device, chosen=chosen, failed=True, timeout_s=_ADVICE_S)
     return Shortage(
         held_bytes=held_bytes,
         asked_bytes=_bytes_in(_REQUESTED, message),
@@ -248,11 +284,12 @@ def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
     return found and int(float(found[1]) * SIZE_UNITS.get(found[2], 1))
 
 
-def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -> bool:
+def _may_be_too_large(plan: Plan, device: Gpu, now_bytes: int, ranks: int) -> bool:
     """Return whether a run may be too large, by a generous estimate from its model's settings.
 
     Weights are not read, so the answer is the same whether they are on this machine or not.
     """
+    recipe = plan.recipe
     names = [recipe.checkpoint_dir, *filter(None, (recipe.teacher, recipe.reference))]
     # There are no files to estimate it from.
     if any(name.startswith("random:") for name in names):
@@ -275,7 +312,7 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
     of_parameters += sum(other.parameters for other in others) * _LORA_BYTES
     needed_bytes = (
         of_parameters
-        + _most_positions(train, length) * model.layers * layer_bytes
+        + _most_positions(plan, length) * model.layers * layer_bytes
         + (_ANY_CPU_RUN_BYTES if device.name == HOST else _ANY_RUN_BYTES)
     )
     if needed_bytes > _SUSPICIOUS * now_bytes:
@@ -286,20 +323,14 @@ def _may_be_too_large(recipe: Recipe, device: Gpu, now_bytes: int, ranks: int) -
     return offloaded_bytes > _SUSPICIOUS * device.host_bytes
 
 
-def _most_positions(train: Train, length: int) -> int:
-    """Most positions in a micro-batch of sequences of this length; auto may take all samples."""
-    size, tokens, sequences = (
-        train.micro_batch_size,
-        train.micro_batch_tokens,
-        train.global_batch_size,
-    )
+def _most_positions(plan: Plan, length: int) -> int:
+    """Most positions in a micro-batch of sequences of this length."""
+    train = plan.recipe.train
+    sequences, tokens = train.global_batch_size, plan.micro_batch_tokens
     if train.global_batch_tokens is not None:
         sequences = max(1, train.global_batch_tokens // length)
-    if size is None and tokens is None:
-        size = 1
-    if isinstance(size, int):
-        sequences = min(size, sequences)
-    if isinstance(tokens, int):
+    sequences = min(plan.micro_batch_size, sequences)
+    if tokens is not None:
         return min(sequences * length, max(tokens, length))
     return sequences * length
 
@@ -317,13 +348,15 @@ def _gib(found: dict[str, Any]) -> str:
     return bytes_text(int(found["low_bytes"]))
 
 
-def _check_shown(recipe: Recipe, devices: Devices, device: Gpu) -> dict[str, Any]:
+def _check_shown(
+    recipe: Recipe, devices: Devices, device: Gpu, chosen: MicroBatch | None = None
+) -> dict[str, Any]:
     """`_check` with a progress line: it takes seconds."""
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase("predicting memory", brief=True),
     ):
-        return _check(recipe, devices, device)
+        return _check(recipe, devices, device, chosen=chosen)
 
 
 def _check(
@@ -331,6 +364,7 @@ def _check(
     devices: Devices,
     device: Gpu,
     *,
+    chosen: MicroBatch | None = None,
     failed: bool = False,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
@@ -344,6 +378,7 @@ def _check(
         "recipe": to_yaml(recipe),
         "gpu": dataclasses.asdict(device),
         "failed": failed,
+        "chosen": chosen and dataclasses.asdict(chosen),
         "plugin": None if plugin is None else plugin.to_json(),
     }
     try:

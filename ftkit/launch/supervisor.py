@@ -19,7 +19,7 @@ from ftkit.checkpoint.metadata import BASE
 from ftkit.data.sources import check_data
 from ftkit.errors import Completed, DoesNotFit, UserError
 from ftkit.evaluation.task_programs import FoundTasks
-from ftkit.launch.conclude import DamageFound, conclude
+from ftkit.launch.conclude import DamageFound, conclude, note_shortage
 from ftkit.launch.interfaces import check_interfaces
 from ftkit.launch.preflight import check_second_models, require_room, with_micro_batch
 from ftkit.launch.ranks import Ranks
@@ -27,6 +27,7 @@ from ftkit.models.pretrained.model_files import has_extra_weights
 from ftkit.models.pretrained.model_names import naming
 from ftkit.models.pretrained.places import find_here, find_or_download
 from ftkit.recipe.adapter_types import method_text
+from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.kernels import check_kernels_installed
 from ftkit.recipe.loggers import check_loggers_installed
@@ -74,6 +75,9 @@ from ftkit.utils.process import launcher_starts_again, print_line
 from ftkit.utils.progress import is_quiet, print_notice, print_shown
 from ftkit.utils.urls import display_path
 from ftkit.utils.yaml_files import STANDARD_INPUT, dump_yaml
+
+_HALVINGS = 2
+"""How often a micro-batch that ftkit chose is halved in one command, because memory ran out."""
 
 
 def run_finetuning(options: FinetuneOptions) -> int:
@@ -150,26 +154,30 @@ def launch(
     Raises:
         UserError: before anything has started, and nothing is left behind.
     """
-    started_at_s, began_s = time.time(), time.monotonic()
+    began_s = time.monotonic()
     here = launched(command)
     placed = None if here is None else here[1]
+    recipe = with_adapter(recipe)
+    prepare = functools.partial(
+        prepare_run,
+        command=command,
+        began_s=began_s,
+        force=force,
+        metrics=metrics,
+        trusted=trusted,
+        placed=placed,
+    )
+    begin = functools.partial(
+        prepare,
+        recipe,
+        overwrite=overwrite,
+        started_at_s=time.time(),
+        stop_after=stop_after,
+    )
     try:
-        prepare = functools.partial(
-            prepare_run,
-            with_adapter(recipe),
-            command,
-            overwrite,
-            started_at_s,
-            stop_after,
-            began_s=began_s,
-            force=force,
-            metrics=metrics,
-            trusted=trusted,
-            placed=placed,
-        )
         if here is not None:
             launcher, placed = here
-            return launcher.take_part(placed, recipe, prepare, _end)
+            return launcher.take_part(placed, recipe, begin, _end)
         if recipe.num_nodes not in ("auto", 1):
             raise UserError(
                 f"num_nodes is {recipe.num_nodes}, but this command starts ranks on one machine "
@@ -180,9 +188,21 @@ def launch(
         while True:
             with Ranks() as ranks:
                 try:
-                    with prepare(received=ranks.received) as job:
+                    with begin(received=ranks.received) as job:
                         ranks.run(job.directory, job.plan, recipe.data_token)
-                        return _end(job, ranks.received)
+                        smaller = _smaller(recipe, job, ranks.received)
+                        if smaller is None or not note_shortage(job, smaller):
+                            return _end(job, ranks.received)
+                    # Outside of the block, which held the lock of the directory.
+                    again, replaces = _again(recipe, job)
+                    begin = functools.partial(
+                        prepare,
+                        again,
+                        overwrite=replaces,
+                        started_at_s=time.time(),
+                        stop_after=_left_of(job),
+                        smaller=smaller,
+                    )
                 except DamageFound as found:
                     # Damage in a checkpoint that was read as a whole since is not the disk's.
                     is_known = found.checkpoint in doubted
@@ -196,6 +216,41 @@ def launch(
     except UploadFailed as error:
         print_line(f"ftkit: {error}")
         return 1
+
+
+def _smaller(requested: Recipe, job: Job, received: Sequence[signal.Signals]) -> MicroBatch | None:
+    """Half of the micro-batch of a run, if ftkit chose it and may halve it again."""
+    before, key = job.plan.chosen, requested.train.auto_key
+    if key is not None:
+        plan = job.plan
+        before = MicroBatch(
+            sequences=plan.micro_batch_size,
+            tokens=plan.micro_batch_tokens if key == "micro_batch_tokens" else None,
+            source="memory",
+            halved=0 if job.micro_batch is None else job.micro_batch.halved,
+        )
+    if before is None or before.halved == _HALVINGS or received:
+        return None
+    # In one micro-batch or not at all.
+    return None if requested.train.optimizer_in_backward else before.half
+
+
+def _again(requested: Recipe, job: Job) -> tuple[Recipe, bool]:
+    """The recipe with which a run starts again in its directory, and whether it replaces that."""
+    recipe = dataclasses.replace(requested, out_dir=job.recipe.out_dir, resume="auto")
+    # A branch that has saved nothing begins again at the checkpoint of the other run.
+    if job.start is not None and job.directory.store.newest() is None:
+        return dataclasses.replace(recipe, resume=job.start), True
+    return recipe, False
+
+
+def _left_of(job: Job) -> StopAfter | None:
+    """What is left of the steps of a session after those that it saved."""
+    stop_after = job.stop_after
+    if stop_after is None or stop_after.steps is None:
+        return stop_after
+    saved = (job.directory.store.newest() or job.start_step) - job.start_step
+    return StopAfter(steps=max(1, stop_after.steps - saved))
 
 
 def _end(job: Job, received: Sequence[signal.Signals]) -> int:
@@ -220,6 +275,7 @@ def prepare_run(
     trusted: Path | None = None,
     placed: ExternalRanks | None = None,
     others: OtherHosts | None = None,
+    smaller: MicroBatch | None = None,
 ) -> Iterator[Job]:
     """The job of a run: every setting checked, its base model at hand, its directory claimed.
 
@@ -236,6 +292,7 @@ def prepare_run(
         trusted: directory whose Python code tasks may run.
         placed: this process, if torchrun or SLURM has started it.
         others: hosts that share no disk with this one.
+        smaller: micro-batch of a run that starts again after a shortage of memory.
 
     Raises:
         UserError: and everything is as it was.
@@ -259,14 +316,14 @@ def prepare_run(
         recipe = dataclasses.replace(recipe, devices=count, num_nodes=nodes)
     with_any_batch = recipe
     # Before the plan, which needs a number in place of auto.
-    recipe = with_micro_batch(recipe, devices)
-    plan = make_plan(recipe, devices)
+    recipe = with_micro_batch(recipe, devices, smaller)
+    plan = make_plan(recipe, devices, chosen=smaller)
     # What is missing shows now, and not when the ranks have loaded a model.
     plan.rules.check_installed()
     check_kernels_installed(recipe.kernels, plan.accelerator, compiles=recipe.compile)
     check_loggers_installed(recipe.extra_loggers)
     check_interfaces(plan.communication)
-    if overwrite and recipe.resume is not False:
+    if overwrite and smaller is None and recipe.resume is not False:
         raise UserError(
             f"resume is {recipe.resume}, but --overwrite would remove the checkpoint to continue "
             "from. Leave one of the two out: try --resume false."
@@ -287,16 +344,17 @@ def prepare_run(
             run.store.remove_leftovers()
         start, default = find_start(recipe), plan.precision
         if start is not None:
+            any_batch = dataclasses.replace(with_any_batch, **start.kept)
             recipe = dataclasses.replace(recipe, **start.kept)
             if start.kept.get("precision", default) != default:
-                any_batch = dataclasses.replace(with_any_batch, **start.kept)
-                recipe, plan = _plan_as_saved(any_batch, devices, start)
+                recipe, plan = _plan_as_saved(any_batch, devices, start, smaller)
+            chosen = smaller or _saved_micro_batch(start, plan)
+            plan = make_plan(recipe, devices, chosen=chosen)
         # A checkpoint has what it needs of its models, whose files may be gone.
         if start is None:
             check_second_models(recipe)
         # A complete run has ended the command by now, without a prediction, which takes seconds.
-        if not force:
-            require_room(recipe, devices, command)
+        chosen = require_room(plan, devices, command, force=force)
         # May download gigabytes, so a run that certainly does not fit is refused before.
         base = _find_base(recipe, start)
         reference = _find_reference(recipe, start)
@@ -327,6 +385,7 @@ def prepare_run(
             recipe=dataclasses.replace(recipe, out_dir=run.path),
             devices=devices,
             base=base or str(run.base),
+            micro_batch=chosen or smaller,
             reference=reference,
             beside=beside,
             command=tuple(without_tokens(command)),
@@ -375,14 +434,30 @@ def prepare_run(
         yield job
 
 
-def _plan_as_saved(recipe: Recipe, devices: Devices, start: Start) -> tuple[Recipe, Plan]:
+def _saved_micro_batch(start: Start, plan: Plan) -> MicroBatch | None:
+    """The micro-batch of a checkpoint, with which the same layout gives the same bits again."""
+    saved = start.metadata.layout
+    there = (saved.accelerator, saved.strategy, saved.devices, saved.num_nodes, saved.precision)
+    here = (plan.accelerator, plan.strategy, plan.devices, plan.num_nodes, plan.precision)
+    if plan.chosen is None or here != there:
+        return None
+    found = MicroBatch(
+        sequences=saved.micro_batch_size, tokens=saved.micro_batch_tokens, source="checkpoint"
+    )
+    same = dataclasses.replace(found, source=plan.chosen.source) == plan.chosen
+    return None if same else found
+
+
+def _plan_as_saved(
+    recipe: Recipe, devices: Devices, start: Start, smaller: MicroBatch | None
+) -> tuple[Recipe, Plan]:
     """Plan a run in the precision of its checkpoint; returns the recipe with its micro-batch.
 
     Raises:
         UserError: these devices cannot compute in it.
     """
     try:
-        recipe = with_micro_batch(recipe, devices)
+        recipe = with_micro_batch(recipe, devices, smaller)
         return recipe, make_plan(recipe, devices)
     except DoesNotFit:
         raise

@@ -24,31 +24,38 @@ from ftkit.errors import UserError
 from ftkit.planning.gpus import Gpu
 from ftkit.planning.predict import Planned, plan_files
 from ftkit.planning.suggest import changes_that_fit
+from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.parsing import Override
 from ftkit.recipe.plugin import Plugin, using
+from ftkit.utils.json_values import from_json
 from ftkit.utils.yaml_files import STANDARD_INPUT
 
 _ADVICE = 3
 """Changes that a refusal names."""
 
 
-def check(file: str, gpu: Gpu, *, failed: bool = False) -> dict[str, object]:
+def check(
+    file: str, gpu: Gpu, *, failed: bool = False, chosen: MicroBatch | None = None
+) -> dict[str, object]:
     """Plan a recipe: whether it fits, its micro-batch, and changes that help if it does not.
 
     Args:
         file: the recipe.
         gpu: device of each rank.
         failed: whether a run of it ran out of memory, so that there is less than predicted.
+        chosen: the largest micro-batch to plan where the recipe leaves it open; None: the usual
+            one.
     """
+
+    def attempt(changed: Sequence[Override]) -> Planned:
+        return plan_files([file], changed, gpu=gpu, chosen=chosen, shrinks=not failed)
+
     if failed:
         # It ran out of memory although the prediction says that it fits: assume less memory than
         # predicted.
-        needed_bytes = plan_files([file], gpu=gpu).high_bytes
+        needed_bytes = attempt(()).high_bytes
         less_bytes = min(gpu.memory_bytes, needed_bytes - 1)
         gpu = dataclasses.replace(gpu, memory_bytes=less_bytes, swap_bytes=0)
-
-    def attempt(changed: Sequence[Override]) -> Planned:
-        return plan_files([file], changed, gpu=gpu)
 
     planned = attempt(())
     changes = []
@@ -88,7 +95,12 @@ if __name__ == "__main__":
     sys.stdin = io.StringIO(_request["recipe"])
     try:
         with using(_own):
-            _found = check(str(STANDARD_INPUT), Gpu(**_request["gpu"]), failed=_request["failed"])
+            _found = check(
+                str(STANDARD_INPUT),
+                Gpu(**_request["gpu"]),
+                failed=_request["failed"],
+                chosen=from_json(MicroBatch | None, _request["chosen"]),
+            )
     except UserError as error:  # the run itself reports it better
         _found = {"error": str(error)}
     print(json.dumps(_found))

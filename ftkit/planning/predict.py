@@ -30,7 +30,7 @@ from ftkit.planning.memory import (
 )
 from ftkit.planning.sequence_length import SequenceLength, sequence_length
 from ftkit.planning.simulate import CPU, largest_micro_batch
-from ftkit.recipe.batches import check_shapes
+from ftkit.recipe.batches import MicroBatch, check_shapes
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.devices import Devices, find_devices
 from ftkit.recipe.hubs import as_owner_of
@@ -245,6 +245,7 @@ class Planned:
             "global_batch_size": train.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,
             "micro_batch_tokens": plan.micro_batch_tokens,
+            "micro_batch_source": None if plan.chosen is None else plan.chosen.source,
             "micro_steps_per_step": self.micro_steps,
             "max_seq_length": self.max_seq_length,
             "longest_sample_tokens": self.length.tokens,
@@ -274,8 +275,12 @@ def plan_files(
     gpu: Gpu | None = None,
     name: str = "",
     terms: Terms = NO_TERMS,
+    chosen: MicroBatch | None = None,
+    shrinks: bool = True,
 ) -> Planned:
     """Predict what a run will need.
+
+    Where the recipe leaves micro-batches open, the plan has the largest that fits for sure.
 
     Args:
         files: recipes, later ones win.
@@ -284,6 +289,8 @@ def plan_files(
         gpu: what it is to run on; None: this machine, as the run itself would.
         name: of the result, among several.
         terms: of the command for files of other programs.
+        chosen: largest micro-batch where the recipe leaves it open; None: the usual one.
+        shrinks: False: that one, whether it fits or not.
 
     Raises:
         UserError: as a run would.
@@ -296,7 +303,8 @@ def plan_files(
     key = recipe.train.auto_key
     check_shapes(recipe.train, device_kind(place.devices.accelerator))  # before auto is a number
     if key is None:
-        return _plan_at(place, recipe, source, name)
+        whole = _plan_at(place, recipe, source, name, chosen)
+        return _fitting(whole, place, source, name) if shrinks else whole
     ranks = ranks_here(recipe.devices, place.devices)
     if gpu is None:
         place = dataclasses.replace(place, gpu=free_here(ranks, place.devices))
@@ -360,13 +368,32 @@ def _place(recipe: Recipe, gpu: Gpu | None) -> _Place:
     return _Place(devices=devices, gpu=device, is_here=True)
 
 
-def _plan_at(place: _Place, recipe: Recipe, source: MethodSource, name: str) -> Planned:
+def _fitting(whole: Planned, place: _Place, source: MethodSource, name: str) -> Planned:
+    """The plan, with a smaller micro-batch if that is ftkit's to choose and does not fit."""
+    chosen, recipe = whole.plan.chosen, whole.plan.recipe
+    if chosen is None or chosen.tokens is None or whole.gpu is None or whole.fits:
+        return whole
+
+    def with_tokens(tokens: int) -> Planned:
+        smaller = dataclasses.replace(chosen, tokens=tokens, source="memory")
+        return _plan_at(place, recipe, source, name, smaller)
+
+    return largest_that_fits(whole, with_tokens) or with_tokens(whole.micro_batch.least)
+
+
+def _plan_at(
+    place: _Place,
+    recipe: Recipe,
+    source: MethodSource,
+    name: str,
+    chosen: MicroBatch | None = None,
+) -> Planned:
     """Make the plan of a recipe at a place."""
     rules = objective_rules(recipe.objective)
     check_data(recipe.data, recipe.eval.sets, preference=rules.preference)
     gpu = place.gpu
     try:
-        made = make_plan(recipe, place.devices)
+        made = make_plan(recipe, place.devices, chosen=chosen)
     except UserError as error:
         raise (_with_advice(error, recipe) if place.is_here else error) from None
     make_strategy(made).check_optimizer(CPU)  # refuses what the run would refuse

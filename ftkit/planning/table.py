@@ -18,6 +18,7 @@ from ftkit.planning.gpus import HOST
 from ftkit.planning.predict import Planned, PlannedBeside, PlannedReference
 from ftkit.planning.suggest import Change
 from ftkit.recipe.adapter_types import method_text
+from ftkit.recipe.batches import SOURCE_WORDS
 from ftkit.recipe.lora_layers import adapted_text
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import LoraRecipe, Recipe
@@ -417,4 +418,5 @@ def _micro_steps(planned: Planned) -> str:
     )
     if tokens is None:
         return f"{steps} of {plan.micro_batch_size} on {ranks}"
-    return f"at most {steps} of {tokens:,} tokens on {ranks}"
+    why = "" if plan.chosen is None else f" ({SOURCE_WORDS[plan.chosen.source]})"
+    return f"at most {steps} of {tokens:,} tokens{why} on {ranks}"

@@ -1,6 +1,9 @@
 """Rules of micro-batches: how many sequences and tokens they have."""
 
+import dataclasses
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 from ftkit.errors import UserError
 from ftkit.recipe.facts import Facts
@@ -11,18 +14,78 @@ KNOWN_MICRO_BATCH: dict[MicroBatchKey, int] = {"micro_batch_size": 1, "micro_bat
 """Values to try where nothing is known of the device."""
 
 
+MicroBatchSource = Literal["usual", "memory", "checkpoint"]
+"""Why ftkit chose a micro-batch: more tokens would bring no speed on such a device, they would not
+fit its memory, or a resumed run keeps that of its checkpoint on the same layout."""
+SOURCE_WORDS: dict[MicroBatchSource, str] = {
+    "usual": "more would hardly be faster",
+    "memory": "as many as fit",
+    "checkpoint": "as in the checkpoint",
+}
+"""The same in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Limits of a micro-batch that ftkit chose, because the recipe leaves them open."""
+
+    sequences: int
+    """Most sequences."""
+    tokens: int | None
+    """Most tokens, but for a longer sequence, which runs alone; None: as many as they have."""
+    source: MicroBatchSource
+    """Why."""
+    halved: int = 0
+    """How often it was halved in this command because memory ran out."""
+
+    @property
+    def half(self) -> "MicroBatch | None":
+        """Half of it; None: one sequence is not less."""
+        halved = self.halved + 1
+        if self.tokens is not None:
+            return dataclasses.replace(self, tokens=max(1, self.tokens // 2), halved=halved)
+        if self.sequences == 1:
+            return None
+        return dataclasses.replace(self, sequences=self.sequences // 2, halved=halved)
+
+
 def count_micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
     """Forward and backward passes of each rank for this many samples over all ranks."""
     return math.ceil(samples / (micro_batch_size * world_size))
 
 
-def micro_batch(facts: Facts) -> tuple[int, int | None, list[str]]:
+def usual_micro_batch(train: Train, kind: DeviceKind, world_size: int) -> MicroBatch:
+    """Return the micro-batch of a recipe that leaves it open, on devices with enough memory.
+
+    Args:
+        train: whose keys are open.
+        kind: of the devices.
+        world_size: number of ranks.
+    """
+    batch, tokens = train.global_batch_size, kind.enough_tokens
+    if train.global_batch_tokens is not None:
+        batch = train.global_batch_tokens  # a sample has one token at least
+    elif train.optimizer_in_backward:  # which needs the step in one micro-batch
+        batch, tokens = math.ceil(batch / world_size), None
+    return MicroBatch(
+        sequences=1 if tokens is None and not train.optimizer_in_backward else batch,
+        tokens=tokens,
+        source="usual",
+    )
+
+
+def micro_batch(facts: Facts, chosen: MicroBatch | None) -> tuple[int, int | None, list[str]]:
     """Return most sequences and most tokens of a micro-batch, and notices about them.
+
+    Args:
+        facts: of the run.
+        chosen: the micro-batch where the recipe leaves it open; None: it does not.
 
     Raises:
         UserError: the recipe gives them in a way that does not work.
     """
-    train, notices = facts.recipe.train, []
+    train = facts.recipe.train
+    notices: list[str] = []
     if facts.trains:
         check_shapes(train, facts.kind)
     if (key := train.auto_key) is not None:
@@ -30,6 +93,8 @@ def micro_batch(facts: Facts) -> tuple[int, int | None, list[str]]:
             f"train.{key} is auto, which depends on the free memory of a device. "
             f"Try --train.{key} {KNOWN_MICRO_BATCH[key]}, or ftkit plan with --gpu."
         )
+    if chosen is not None:
+        return chosen.sequences, chosen.tokens, notices
     size, tokens, batch = train.micro_batch_size, train.micro_batch_tokens, train.global_batch_size
     if train.global_batch_tokens is not None:
         batch = train.global_batch_tokens  # a sample has one token at least
@@ -41,7 +106,7 @@ def micro_batch(facts: Facts) -> tuple[int, int | None, list[str]]:
             "--train.micro_batch_tokens null."
         )
     if size is None or size == "auto":
-        most = 1 if tokens is None else batch
+        most = batch
     else:
         most = min(size, batch)
         if size > batch:

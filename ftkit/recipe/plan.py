@@ -9,7 +9,12 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.recipe.adapter_types import check_targets
-from ftkit.recipe.batches import count_micro_steps, micro_batch
+from ftkit.recipe.batches import (
+    MicroBatch,
+    count_micro_steps,
+    micro_batch,
+    usual_micro_batch,
+)
 from ftkit.recipe.devices import Devices, ranks_of
 from ftkit.recipe.facts import Facts, Rule, StrategyRules
 from ftkit.recipe.kernels import check_kernels
@@ -44,6 +49,8 @@ class Plan:
     micro_batch_tokens: int | None = None
     """Most tokens per forward pass on one rank, but for a longer sequence, which runs alone; None:
     as many as the sequences have."""
+    chosen: MicroBatch | None = None
+    """These limits, if ftkit chose them; None: the recipe names one."""
     has_flash: bool = False
     """Whether its devices have flash attention in its number format."""
     notices: tuple[str, ...] = ()
@@ -169,13 +176,20 @@ _RULES: tuple[Rule, ...] = (
 """In the order in which they are asked. The first rule that a recipe breaks refuses it."""
 
 
-def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    devices: Devices,
+    *,
+    trains: bool = True,
+    chosen: MicroBatch | None = None,
+) -> Plan:
     """Resolve every "auto", check every rule that needs neither model nor data.
 
     Args:
         recipe: the recipe.
         devices: of this machine.
         trains: False: only answers and losses are computed.
+        chosen: the micro-batch where the recipe leaves it open; None: the usual one.
 
     Raises:
         UserError: a value out of its range, or a setting that the devices cannot run.
@@ -198,7 +212,11 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
     notices += [devices.notice] * bool(devices.notice)
     for rule in _RULES:
         notices += rule(facts)
-    size, tokens, notes = micro_batch(facts)
+    if not recipe.train.is_open:
+        chosen = None
+    elif chosen is None:
+        chosen = usual_micro_batch(recipe.train, facts.kind, facts.world_size)
+    size, tokens, notes = micro_batch(facts, chosen)
     plan = Plan(
         recipe=recipe,
         accelerator=devices.accelerator,
@@ -209,6 +227,7 @@ def make_plan(recipe: Recipe, devices: Devices, *, trains: bool = True) -> Plan:
         num_nodes=nodes,
         micro_batch_size=size,
         micro_batch_tokens=tokens,
+        chosen=chosen,
         has_flash=facts.kind.has_flash
         and devices.bf16_native  # in the same generation of GPUs
         and precision != "32-true",

@@ -68,13 +68,14 @@ class Train:
     micro_batch_size: Annotated[Hardware[int | Literal["auto"] | None], at_least(1)] = None
     """Most sequences (or preference pairs) per forward pass on one rank. Affects time and memory,
     never the loss. auto: as many as are predicted to fit in the free memory of the device. Default:
-    1, or with micro_batch_tokens as many as fit in it."""
+    as many as fit in micro_batch_tokens."""
     micro_batch_tokens: Annotated[Hardware[int | Literal["auto"] | None], at_least(1)] = None
     """Most tokens per forward pass on one rank, in rows without padding: a step takes as many
     forward passes as its sequences need, and a longer sequence gets one of its own. Models that
     only take padded micro-batches get as many sequences as the longest would fit in. Affects time
     and memory, never the loss. auto: as many as are predicted to fit in the free memory of the
-    device."""
+    device. Default: of micro_batch_size alone; if that is empty too, 8,192 on GPUs and 2,048 on
+    CPUs, more of which bring little, or as many as fit in the memory of the device."""
     padding_free: Hardware[bool | None] = None
     """Concatenate the samples of a micro-batch into one row, without padding and without attention
     between them. Affects time and memory, never the loss. Default: on where it is faster, on CPUs
@@ -172,6 +173,11 @@ class Train:
             return "micro_batch_tokens"
         is_open = self.micro_batch_size == "auto" and self.micro_batch_tokens is None
         return "micro_batch_size" if is_open else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it leaves micro-batches to ftkit."""
+        return self.micro_batch_size is None and self.micro_batch_tokens is None
 
     def with_auto_value(self, value: int) -> "Train":
         """Return the settings with this value for the key that is auto."""

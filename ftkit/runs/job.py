@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ftkit.checkpoint.metadata import Metadata
 from ftkit.errors import UserError
+from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.own_metric import OwnMetric
@@ -83,6 +84,8 @@ class Job:
     """Devices of this machine."""
     base: str
     """The base model: a directory, or random:NAME."""
+    micro_batch: MicroBatch | None = None
+    """Micro-batch that was chosen where the recipe leaves it open; None: the usual one."""
     reference: str | None = None
     """Directory of the recipe's reference model, if its log-probabilities are computed before the
     first step; None: they are not, or the run continues without it."""
@@ -122,7 +125,7 @@ class Job:
     @cached_property
     def plan(self) -> Plan:
         """The recipe resolved on the devices."""
-        return make_plan(self.recipe, self.devices)
+        return make_plan(self.recipe, self.devices, chosen=self.micro_batch)
 
     @property
     def located_recipe(self) -> Recipe:
@@ -154,6 +157,7 @@ class Job:
             hardware=hardware(),
             progress=Progress(),
             restarts=list(self.restarts),
+            micro_batch_halved=0 if self.micro_batch is None else self.micro_batch.halved,
         )
         if start is None:
             return report
@@ -185,6 +189,7 @@ class Job:
             "recipe": to_dict(self.recipe),
             "devices": dataclasses.asdict(self.devices),
             "base": self.base,
+            "micro_batch": self.micro_batch and dataclasses.asdict(self.micro_batch),
             "reference": self.reference,
             "beside": self.beside,
             "command": self.command,
@@ -223,6 +228,7 @@ class Job:
                 **devices | {key: tuple(devices[key]) for key in ("names", "memory_bytes")}
             ),
             base=values["base"],
+            micro_batch=from_json(MicroBatch | None, values.get("micro_batch")),
             reference=values["reference"],
             beside=values["beside"],
             command=tuple(values["command"]),

@@ -378,6 +378,7 @@ class Checkpointing:
                 num_nodes=plan.num_nodes,
                 precision=plan.precision,
                 micro_batch_size=plan.micro_batch_size,
+                micro_batch_tokens=plan.micro_batch_tokens,
                 accelerator=plan.accelerator,
             ),
             versions=self._versions,

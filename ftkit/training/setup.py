@@ -730,6 +730,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         global_batch_tokens=recipe.train.global_batch_tokens,
         micro_batch_size=plan.micro_batch_size,
         micro_batch_tokens=plan.micro_batch_tokens,
+        micro_batch_source=None if plan.chosen is None else plan.chosen.source,
         attention=setup.attention,
         padded_lengths=None if shapes is None else list(shapes.lengths),
         micro_steps_per_step=plan.micro_steps,
@@ -745,7 +746,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
             f"objective is {recipe.objective['class_path']}, of a plugin: its labels are not "
             f"padded, and a {plan.kind.noun} compiles programs for each number of them."
         )
-    most_tokens = plan.micro_batch_tokens
+    most_tokens = None if plan.chosen else plan.micro_batch_tokens
     longer = 0 if most_tokens is None else int((train.lengths > most_tokens).sum())
     if longer:
         journal.display.message(

@@ -19,8 +19,10 @@ from ftkit.planning.check import check
 from ftkit.planning.gpus import HOST, Gpu
 from ftkit.planning.predict import Planned, plan_files
 from ftkit.planning.suggest import changes_that_fit
+from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import Override, read_recipe, to_yaml
+from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Recipe
 from ftkit.utils import progress
 from ftkit.utils.hardware import HostLimit, processes_killed_for_memory
@@ -30,6 +32,7 @@ COMMAND = ["ftkit", "finetune_full", "--config", "mine.yaml"]
 ANSWER: dict[str, Any] = {
     "fits": False,
     "micro_batch_size": 4,
+    "micro_batch_tokens": 8192,
     "low_bytes": 40 * 2**30,
     "high_bytes": 50 * 2**30,
     "host_bytes": 2**30,
@@ -45,9 +48,19 @@ ANSWER: dict[str, Any] = {
 
 
 def recipe(**keys: str) -> Recipe:
+    """With micro-batches of one sequence, if no key says more of them."""
     values = {"checkpoint_dir": "random:pythia-14m", "train.max_seq_length": "64"}
+    if not any("micro_batch" in key for key in keys):
+        values["train.micro_batch_size"] = "1"
     values |= {key.replace("__", "."): value for key, value in keys.items()}
     return read_recipe([], list(values.items()))
+
+
+def require_room(
+    recipe: Recipe, devices: Devices, command: Sequence[str], *, force: bool = False
+) -> MicroBatch | None:
+    plan = make_plan(recipe, devices)
+    return preflight.require_room(plan, devices, command, force=force)
 
 
 class Gpu24GiB:
@@ -60,7 +73,7 @@ class Gpu24GiB:
         self.memory_bytes = 0
         """What the last was made for."""
 
-    def ask(self, _: Recipe, __: Devices, device: Gpu) -> dict[str, Any]:
+    def ask(self, _: Recipe, __: Devices, device: Gpu, **___: object) -> dict[str, Any]:
         self.plans += 1
         self.memory_bytes = device.memory_bytes
         return self.answer
@@ -75,7 +88,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu24GiB:
 
 def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: Gpu24GiB) -> None:
     with pytest.raises(DoesNotFit) as refused:
-        preflight.require_room(recipe(), CUDA, COMMAND)
+        require_room(recipe(), CUDA, COMMAND)
     assert refused.value.exit_code == 3
     text = str(refused.value)
     assert says(text, "40.0 GiB on each GPU ... 24.0 GiB") and "--force" in text
@@ -86,7 +99,7 @@ def test_a_run_that_cannot_fit_is_refused_with_commands_that_would(gpu: Gpu24GiB
 def test_commands_that_are_shown_have_no_token(gpu: Gpu24GiB) -> None:
     for words in (["--access_token", "my-secret"], ["--data.access_token=my-secret"]):
         with pytest.raises(DoesNotFit) as refused:
-            preflight.require_room(recipe(), CUDA, [*COMMAND, *words])
+            require_room(recipe(), CUDA, [*COMMAND, *words])
         assert "LoRA: ftkit finetune" in str(refused.value)
         assert "my-secret" not in str(refused.value)
 
@@ -96,7 +109,7 @@ def test_runs_that_may_fit_are_not_refused(
     gpu: Gpu24GiB, fits: bool | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.answer["fits"] = fits
-    preflight.require_room(recipe(), CUDA, COMMAND)
+    require_room(recipe(), CUDA, COMMAND)
     assert gpu.plans == 1
     said = capsys.readouterr().out
     words = "may not be enough: this run needs 40.0 GiB to 50.0 GiB of 24.0 GiB on each GPU"
@@ -142,7 +155,9 @@ LITGPT = {
         (FLAT, 131_072, {"lora_r": "8"}, 1),
         (FLAT, 2048, {"lora_r": "8", "train__micro_batch_tokens": "1000"}, 0),
         (FLAT, 2048, {"lora_r": "8", "train__micro_batch_tokens": "30000"}, 1),
-        (FLAT, 2048, {"lora_r": "8", "train__micro_batch_tokens": "auto"}, 1),
+        # As many as are usual: 8,192 on GPUs.
+        (SMALL, 2048, {"lora_r": "8", "train__micro_batch_size": "null"}, 0),
+        (FLAT, 2048, {"lora_r": "8", "train__micro_batch_size": "null"}, 1),
     ],
 )
 def test_whether_a_run_is_planned_depends_on_its_size_and_not_on_downloads(
@@ -176,7 +191,7 @@ def test_whether_a_run_is_planned_depends_on_its_size_and_not_on_downloads(
         settings_arrive()
     monkeypatch.setattr(preflight, "fetch_settings", settings_arrive)
     requested = recipe(checkpoint_dir=name, train__max_seq_length="null", **keys)
-    preflight.require_room(requested, CUDA, COMMAND)
+    require_room(requested, CUDA, COMMAND)
     assert gpu.plans == plans
 
 
@@ -196,12 +211,14 @@ def test_a_run_with_another_large_model_is_planned(
         config = settings | {"max_position_embeddings": 256}
         Path(name, "config.json").write_text(json.dumps(config))
     gpu.answer["other_model"] = f"for the {key}"
-    requested = recipe(checkpoint_dir="mine", lora_r="8", **{key: "other"})
+    use = {"teacher": "distill", "reference": "dpo"}[key]
+    keys = {key: "other", "objective": use}
+    requested = recipe(checkpoint_dir="mine", lora_r="8", **keys)
     if plans:
         with pytest.raises(DoesNotFit, match=key_words(f"40.0 GiB ... for the {key}")):
-            preflight.require_room(requested, CUDA, COMMAND)
+            require_room(requested, CUDA, COMMAND)
     else:
-        preflight.require_room(requested, CUDA, COMMAND)
+        require_room(requested, CUDA, COMMAND)
     assert gpu.plans == plans
 
 
@@ -281,7 +298,7 @@ def test_a_base_model_that_is_there_twice_counts_twice(
     config = {"vocab_size": 32000, "max_position_embeddings": 256, **sizes}
     Path("mine/config.json").write_text(json.dumps(config))
     gpu.answer["fits"] = True
-    preflight.require_room(recipe(checkpoint_dir="mine", **keys), CUDA, COMMAND)
+    require_room(recipe(checkpoint_dir="mine", **keys), CUDA, COMMAND)
     assert gpu.plans == plans
 
 
@@ -294,7 +311,7 @@ def test_a_model_without_settings_is_checked_if_it_is_local(
     monkeypatch.setattr(preflight, "fetch_settings", lambda *_, **__: None)
     if is_there:
         (tmp_path / "org" / "mine").mkdir(parents=True)
-    preflight.require_room(recipe(checkpoint_dir="org/mine"), CUDA, COMMAND)
+    require_room(recipe(checkpoint_dir="org/mine"), CUDA, COMMAND)
     assert gpu.plans == is_there
 
 
@@ -316,7 +333,7 @@ def test_on_cpus_a_run_that_cannot_fit_in_the_host_memory_is_refused_likewise(
 ) -> None:
     host_with(monkeypatch, gib=60, swap_gib=4, free_gib=60)
     with pytest.raises(DoesNotFit) as refused:
-        preflight.require_room(recipe(devices="2"), CPUS, COMMAND)
+        require_room(recipe(devices="2"), CPUS, COMMAND)
     text = str(refused.value)
     assert refused.value.exit_code == 3
     assert says(text, "40.0 GiB of host memory for each rank"), "two share it"
@@ -339,7 +356,7 @@ def test_memory_of_other_processes_on_cpus_only_warns(
 ) -> None:
     host_with(monkeypatch, gib=100, swap_gib=swap_gib, free_gib=free_gib)
     gpu.answer["fits"] = fits
-    preflight.require_room(recipe(), CPUS, COMMAND)
+    require_room(recipe(), CPUS, COMMAND)
     said = capsys.readouterr().out
     needs = "this run needs 40.0 GiB to 50.0 GiB of 45.0 GiB of host memory that is free"
     assert (needs in said) == warns
@@ -358,12 +375,12 @@ def test_host_memory_is_checked_for_gpus_too(
     gpu.answer |= {"fits": fits, "low_bytes": 2**30, "high_bytes": 2**31}
     gpu.answer |= {"host_low_bytes": low_gib * 2**30, "host_bytes": 80 * 2**30}
     if fits is None:
-        preflight.require_room(recipe(), CUDA, COMMAND)
+        require_room(recipe(), CUDA, COMMAND)
         said = capsys.readouterr().out
         assert says(said, "10.0 GiB to 80.0 GiB of 64.0 GiB of host memory")
         return
     with pytest.raises(DoesNotFit, match=key_words("70.0 GiB of host memory")):
-        preflight.require_room(recipe(), CUDA, COMMAND)
+        require_room(recipe(), CUDA, COMMAND)
 
 
 @pytest.mark.matrix
@@ -404,7 +421,7 @@ def test_the_memory_is_that_of_the_smallest_gpu_that_is_used(
     sizes = (80 * 2**30, 24 * 2**30, 8 * 2**30)
     three = dataclasses.replace(CUDA, count=3, memory_bytes=sizes)
     gpu.answer["fits"] = True
-    preflight.require_room(recipe(devices=devices), three, COMMAND)
+    require_room(recipe(devices=devices), three, COMMAND)
     assert gpu.memory_bytes == gib * 2**30
     half = [size // 2 for size in sizes]
     monkeypatch.setattr(gpus, "free_bytes", lambda count, kind: half[:count])
@@ -413,7 +430,7 @@ def test_the_memory_is_that_of_the_smallest_gpu_that_is_used(
 
 
 def test_gpus_of_unknown_memory_refuse_nothing(gpu: Gpu24GiB) -> None:
-    preflight.require_room(recipe(), dataclasses.replace(CUDA, memory_bytes=()), COMMAND)
+    require_room(recipe(), dataclasses.replace(CUDA, memory_bytes=()), COMMAND)
     assert gpu.plans == 0
 
 
@@ -432,6 +449,60 @@ def test_auto_takes_the_planned_micro_batch_and_shows_its_assumption(
     assert preflight.with_micro_batch(given, CUDA) == given
 
 
+OPEN = {"train__micro_batch_size": "null"}
+USUAL = MicroBatch(sequences=16, tokens=8192, source="usual")
+
+
+def test_open_micro_batches_are_as_usual_where_the_device_is_not_known(gpu: Gpu24GiB) -> None:
+    unknown = dataclasses.replace(CUDA, memory_bytes=())
+    assert require_room(recipe(**OPEN), unknown, COMMAND) == USUAL
+    assert require_room(recipe(), unknown, COMMAND) is None
+    assert gpu.plans == 0
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_open_micro_batches_are_as_large_as_fits_in_all_the_memory_of_the_device(
+    gpu: Gpu24GiB, monkeypatch: pytest.MonkeyPatch, force: bool
+) -> None:
+    monkeypatch.setattr(gpus, "free_bytes", lambda *_: pytest.fail("what is free changes"))
+    large = recipe(checkpoint_dir="random:Llama-2-7b-hf", **OPEN)
+    gpu.answer |= {"fits": not force, "micro_batch_tokens": 1280, "high_bytes": 2**30}
+    smaller = dataclasses.replace(USUAL, tokens=1280, source="memory")
+    assert require_room(large, CUDA, COMMAND, force=force) == smaller
+    assert gpu.memory_bytes == 24 * 2**30
+    gpu.answer |= {"fits": True, "micro_batch_tokens": 8192}
+    assert require_room(large, CUDA, COMMAND) == USUAL
+
+
+@pytest.mark.slow
+def test_a_plan_takes_the_largest_open_micro_batch_that_fits(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    keys = {"data": "Alpaca", "train__max_seq_length": "512", "precision": "bf16-true"}
+    file.write_text(to_yaml(recipe(**OPEN | keys)))
+    roomy = Gpu(name="roomy", memory_bytes=2**40)
+    usual = plan_files([file], gpu=roomy)
+    assert usual.plan.chosen == USUAL
+    one = plan_files([file], [("train.micro_batch_tokens", "511")], gpu=roomy)
+    small = Gpu(name="small", memory_bytes=(usual.high_bytes + one.high_bytes) // 2)
+    smaller = plan_files([file], gpu=small)
+    assert smaller.fits and smaller.plan.chosen is not None
+    tokens = smaller.plan.micro_batch_tokens
+    assert smaller.plan.chosen.source == "memory" and tokens is not None and 511 < tokens < 8192
+    # A little more would not.
+    more = [("train.micro_batch_tokens", str(tokens + 256))]
+    assert not plan_files([file], more, gpu=small).fits
+    least = plan_files([file], gpu=Gpu(name="tiny", memory_bytes=2**20))
+    assert (least.fits, least.plan.micro_batch_tokens) == (False, 511)
+
+
+def test_a_shortage_halves_a_micro_batch() -> None:
+    half = USUAL.half
+    assert half == dataclasses.replace(USUAL, tokens=4096, halved=1)
+    four = MicroBatch(sequences=4, tokens=None, source="checkpoint")
+    assert four.half == dataclasses.replace(four, sequences=2, halved=1)
+    assert dataclasses.replace(four, sequences=1).half is None
+
+
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("place", ["auto", "too large"])
 def test_a_prediction_before_a_run_shows_progress(
@@ -446,19 +517,19 @@ def test_a_prediction_before_a_run_shows_progress(
     monkeypatch.setattr(progress, "_verbosity", "quiet" if quiet else "full")
     shown: list[str] = []
 
-    def ask(*words: Any) -> dict[str, Any]:
+    def ask(*words: Any, **more: Any) -> dict[str, Any]:
         deadline = time.monotonic() + 10
         while not quiet and not shown:
             assert time.monotonic() < deadline, "nothing was shown"
             shown.extend(capsys.readouterr().err.splitlines())
-        return gpu.ask(*words)
+        return gpu.ask(*words, **more)
 
     monkeypatch.setattr(preflight, "_check", ask)
     if place == "auto":
         requested = recipe(train__micro_batch_size="auto", accelerator="cpu")
         preflight.with_micro_batch(requested, Devices(accelerator="cpu", count=2))
     else:
-        preflight.require_room(recipe(checkpoint_dir="random:Llama-2-7b-hf"), CUDA, COMMAND)
+        require_room(recipe(checkpoint_dir="random:Llama-2-7b-hf"), CUDA, COMMAND)
     assert gpu.plans == 1
     assert shown == ([] if quiet else ["predicting memory ..."])
     assert capsys.readouterr().err == ""
@@ -517,12 +588,12 @@ def test_a_check_plans_in_the_precision_of_its_cpu(
     devices = Devices(accelerator="cpu", count=2, bf16_native=fast)
     asked: list[Gpu] = []
 
-    def note(_: Recipe, __: Devices, device: Gpu) -> dict[str, Any]:
+    def note(_: Recipe, __: Devices, device: Gpu, ___: MicroBatch | None) -> dict[str, Any]:
         asked.append(device)
         return {}
 
     monkeypatch.setattr(preflight, "_check_shown", note)
-    preflight.require_room(recipe(accelerator="cpu"), devices, COMMAND)
+    require_room(recipe(accelerator="cpu"), devices, COMMAND)
     asked.append(gpus.free_here(1, devices))
     assert len(asked) == 2
     file = tmp_path / "recipe.yaml"

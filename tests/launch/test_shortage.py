@@ -10,6 +10,7 @@ from preloaded import SUPERVISOR, Attempt, Preloaded
 from runs import WITHOUT_EVALUATION, options
 from tiny import make_llama
 
+from ftkit.runs.report.metrics import read_metrics
 from ftkit.runs.report.report import Report, read_report
 
 MIB = 2**20
@@ -85,6 +86,118 @@ def test_the_size_in_torchs_message_is_compared_with_the_memory_there_is(
     assert "what would fit" not in attempt.output.replace(
         "searching for changes that would make it fit", ""
     )
+
+
+OPEN = WITHOUT_EVALUATION | {
+    "train__micro_batch_size": "null",
+    # Together more than 1,024 tokens, which is half of what is usual on CPUs.
+    "train__global_batch_size": 16,
+    "train__max_steps": 5,
+    "train__save_interval": 1,
+    "train__epochs": 50,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    server: Preloaded, common: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
+    """Losses of a run that leaves its micro-batches open, and has room for them."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    attempt = server.run("finetune_full", *common, *options(**OPEN), "--out_dir", out)
+    report = read_report(out)
+    assert attempt.code == 0 and report.resolved is not None
+    chosen = (report.resolved.micro_batch_tokens, report.resolved.micro_batch_source)
+    assert (chosen, report.micro_batch_halved) == ((2048, "usual"), 0)
+    assert report.throughput and report.throughput.micro_steps_per_step == 1
+    return losses(out)
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] or 0.0 for row in read_metrics(out / "metrics.csv")]
+
+
+@pytest.mark.parametrize(
+    ("faults", "keys"),
+    [
+        ({0: ["memory_for", 600, 3, "raise"]}, {}),
+        ({0: ["memory_for", 600, 3, "kill"], SUPERVISOR: ["kernel_that_kills_for_memory"]}, {}),
+        pytest.param(
+            {1: ["memory_for", 600, 3, "raise"]},
+            {"devices": 2, "strategy": "fsdp"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_micro_batch_that_ftkit_chose_is_halved_when_memory_runs_out(
+    server: Preloaded,
+    common: list[str],
+    undisturbed: list[float],
+    tmp_path: Path,
+    faults: dict[int, list[object]],
+    keys: dict[str, object],
+) -> None:
+    words = ["finetune_full", *common, *options(**OPEN | keys)]
+    attempt = server.run(*words, "--out_dir", tmp_path / "out", faults=faults)
+    report = read_report(tmp_path / "out")
+    assert (attempt.code, report.micro_batch_halved) == (0, 2), attempt.output
+    assert report.resolved and report.resolved.micro_batch_tokens == 512
+    # From the last commit each time; what is learned is the same.
+    first = report.restarts[0]
+    assert (len(report.restarts), first.from_step + first.steps_lost) == (2, 2)
+    assert losses(tmp_path / "out") == pytest.approx(undisturbed, rel=1e-5)
+    assert says(attempt.output, "at most 2,048 tokens ... starting again with 1,024 tokens")
+    # A later session keeps the number, so that the same layout gives the same bits.
+    more = server.run(
+        *words, "--resume", "true", "--train.max_steps", 6, "--out_dir", tmp_path / "out"
+    )
+    resolved = read_report(tmp_path / "out").resolved
+    assert more.code == 0 and resolved is not None
+    assert (resolved.micro_batch_tokens, resolved.micro_batch_source) == (512, "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("keys", "halved"),
+    [
+        ({}, 2),
+        pytest.param({"train__micro_batch_tokens": "auto"}, 2, marks=pytest.mark.slow),
+        ({"train__micro_batch_size": 2}, 0),
+        ({"train__micro_batch_tokens": 2048}, 0),
+        ({"train__optimizer_in_backward": True, "train__max_norm": "null"}, 0),
+    ],
+)
+def test_it_is_halved_twice_at_most_and_never_a_number_that_the_recipe_names(
+    server: Preloaded,
+    common: list[str],
+    tmp_path: Path,
+    keys: dict[str, object],
+    halved: int,
+) -> None:
+    faults: dict[int, list[object]] = {0: ["memory_for", 10, 1, "raise"]}
+    if "auto" not in keys.values():  # which needs a prediction
+        faults[SUPERVISOR] = ["no_advice"]
+    words = ["finetune_full", *common, *options(**OPEN | keys)]
+    attempt = server.run(*words, "--out_dir", tmp_path / "out", faults=faults)
+    assert attempt.code == 3, attempt.output
+    report = read_report(tmp_path / "out")
+    assert report.outcome == "out_of_memory"
+    assert (report.micro_batch_halved, len(report.restarts)) == (halved, halved)
+
+
+@pytest.mark.slow
+def test_a_branch_that_runs_out_of_memory_begins_again_at_its_checkpoint(
+    server: Preloaded, common: list[str], undisturbed: list[float], tmp_path: Path
+) -> None:
+    words = ["finetune_full", *common, *options(**OPEN)]
+    assert server.run(*words, "--out_dir", tmp_path / "a", "--train.max_steps", 2).code == 0
+    faults: dict[int, list[object]] = {0: ["memory_for", 600, 1, "raise"]}
+    branch = ["--out_dir", tmp_path / "b", "--resume", tmp_path / "a"]
+    attempt = server.run(*words, *branch, faults=faults)
+    report = read_report(tmp_path / "b")
+    assert (attempt.code, report.micro_batch_halved) == (0, 2), attempt.output
+    assert report.resumed and report.resumed.from_step == 2
+    assert losses(tmp_path / "b") == pytest.approx(undisturbed, rel=1e-5)
+    assert not (tmp_path / "b-2").exists()
 
 
 def test_a_drivers_message_without_sizes_is_shown_with_known_sizes(

@@ -748,7 +748,7 @@ def test_the_runs_of_a_sweep_are_planned_with_the_keys_for_all_of_them(
 @pytest.mark.extensions
 @pytest.mark.parametrize(
     ("width", "there", "left_out"),
-    [(140, "host", None), (114, "gradients", "host"), (70, "precision", "gradients")],
+    [(140, "host", None), (120, "gradients", "host"), (70, "precision", "gradients")],
 )
 def test_a_table_shows_what_a_terminal_has_room_for(
     width: int, there: str, left_out: str | None

@@ -11,6 +11,7 @@ from command import ROOT
 from messages import key_words, message_of, says
 
 from ftkit.errors import UserError
+from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.kernels import LIGER, check_kernels_installed
 from ftkit.recipe.parsing import read_recipe
@@ -66,9 +67,36 @@ def test_a_micro_batch_larger_than_the_global_batch_is_cut_with_a_notice() -> No
     assert made.notices == ("train.micro_batch_size 8 is more than the global batch: 4 is used.",)
 
 
-def test_a_micro_batch_has_one_sequence_by_default() -> None:
-    made = plan(train__global_batch_size=16)
-    assert (made.micro_batch_size, made.micro_batch_tokens, made.micro_steps) == (1, None, 16)
+@pytest.mark.parametrize(
+    ("machine", "keys", "sequences", "tokens"),
+    [
+        (CPU, {}, 16, 2048),
+        (GPU, {}, 16, 8192),
+        (CPU, {"devices": 2, "strategy": "ddp"}, 16, 2048),
+        (CPU, {"train__global_batch_tokens": 500}, 500, 2048),
+        # Where all of a step has to be one micro-batch.
+        (CPU, {"train__optimizer_in_backward": True}, 16, None),
+        # Of kinds of devices that nobody has measured.
+        (dataclasses.replace(CPU, accelerator="mps"), {}, 1, None),
+    ],
+)
+def test_an_open_micro_batch_has_as_many_tokens_as_bring_speed_on_the_device(
+    machine: Devices, keys: dict[str, object], sequences: int, tokens: int | None
+) -> None:
+    settings = {"train__micro_batch_size": "null", "train__global_batch_size": 16} | keys
+    made = plan(machine, method="full", **settings)
+    assert (made.micro_batch_size, made.micro_batch_tokens) == (sequences, tokens)
+    assert made.chosen == MicroBatch(sequences=sequences, tokens=tokens, source="usual")
+    smaller = MicroBatch(sequences=3, tokens=100, source="memory")
+    cut = make_plan(recipe("full", **settings), machine, chosen=smaller)
+    if "train__optimizer_in_backward" not in keys:
+        assert (cut.micro_batch_size, cut.micro_batch_tokens) == (3, 100)
+
+
+def test_a_named_micro_batch_is_not_that_of_ftkit() -> None:
+    smaller = MicroBatch(sequences=3, tokens=100, source="memory")
+    made = make_plan(recipe(train__micro_batch_size=4), CPU, chosen=smaller)
+    assert (made.micro_batch_size, made.micro_batch_tokens, made.chosen) == (4, None, None)
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,26 @@ def out_of_memory(where: str, words: str | None = None) -> None:
     StepLoss.of_micro_batch = failing
 
 
+def memory_for(tokens: int, first_pass: int, how: str) -> None:
+    """Larger micro-batches find no memory.
+
+    Args:
+        tokens: in the largest that does.
+        first_pass: forward pass of this process, counted from 1, with which that begins.
+        how: raise, or kill, as the kernel does.
+    """
+    micro_step, count = TrainStep.micro_step, itertools.count(1)
+
+    def limited(self: TrainStep, batch: Any) -> None:
+        if next(count) >= first_pass and batch["input_ids"].numel() > tokens:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise torch.OutOfMemoryError("no memory left for this micro-batch")
+        micro_step(self, batch)
+
+    TrainStep.micro_step = limited
+
+
 def ended_by_a_library(exit_summary: str) -> None:
     """Compiled code says why, and ends the process in the first forward pass."""
 

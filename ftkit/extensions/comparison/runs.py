@@ -95,8 +95,9 @@ class ComparedRun:
         ):
             if value is not None:
                 settings[key] = value
-        if settings.get("train.micro_batch_size") is None and self.resolved.micro_batch_size:
-            settings["train.micro_batch_size"] = self.resolved.micro_batch_size
+        for key in ("micro_batch_size", "micro_batch_tokens"):
+            if settings.get(f"train.{key}") is None and (value := getattr(self.resolved, key)):
+                settings[f"train.{key}"] = value
         return settings
 
     @cached_property

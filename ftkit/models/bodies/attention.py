@@ -45,7 +45,7 @@ def attention_path(
         traits: of the model's attention.
         kernel: from `attention_kernel`.
         padding_free: key of the recipe; None: rows where they are faster.
-        micro_batch_tokens: of the plan; such micro-batches are rows where the model takes them.
+        micro_batch_tokens: of the recipe; such micro-batches are rows where the model takes them.
 
     Raises:
         UserError: rows are required, but the model's attention cannot compute them.
@@ -79,7 +79,8 @@ def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
         traits,
         attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
         padding_free=plan.recipe.train.padding_free,
-        micro_batch_tokens=plan.micro_batch_tokens,
+        # Where ftkit chose the number, padded micro-batches keep to it as well.
+        micro_batch_tokens=plan.micro_batch_tokens if plan.chosen is None else None,
     )
 
 

@@ -98,6 +98,9 @@ class Resolved:
     """Most sequences per forward pass on one rank."""
     micro_batch_tokens: int | None = None
     """Most tokens per forward pass on one rank, but for a longer sequence; None: not limited."""
+    micro_batch_source: Literal["usual", "memory", "checkpoint"] | None = None
+    """Why ftkit chose this micro-batch: more would hardly be faster, as many as fit the memory, or
+    as in the checkpoint; None: the recipe names it."""
     attention: str | None = None
     """How attention sees a micro-batch: varlen (sequences in a row, in one kernel), sdpa per
     sequence (in a row, one by one) or padded (all as long as the longest)."""
@@ -604,6 +607,8 @@ class Report:
     """Checkpoint that this session continued from; None: it is the first."""
     restarts: list[Restart] = field(default_factory=list)
     """Sessions that continued after one that was lost or interrupted."""
+    micro_batch_halved: int = 0
+    """How often ftkit has halved the micro-batch that it chose, because memory ran out."""
     progress: Progress | None = None
     """Steps, samples and epochs done."""
     tokens: Tokens | None = None

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ftkit.models.pretrained.stored_forms import published_text
 from ftkit.recipe.adapter_types import method_text
+from ftkit.recipe.batches import SOURCE_WORDS
 from ftkit.redaction import shown
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import AnsweredExample, score_text
@@ -160,8 +161,9 @@ def measured_rows(report: Report) -> Iterator[tuple[str, str]]:
         each = f" ({number_text(report.throughput.tokens_per_s_per_device)} per device)"
         yield "throughput", _joined((speed + each * (world_size > 1), *others))
         if report.resolved:
-            most_tokens = report.resolved.micro_batch_tokens
-            yield "micro-batches", _micro_batches_text(report.throughput, most_tokens)
+            halved = f"halved {count_text(report.micro_batch_halved, 'time')}, as memory ran out"
+            text = _micro_batches_text(report.throughput, report.resolved)
+            yield "micro-batches", _joined((text, halved * bool(report.micro_batch_halved)))
     if report.step_s:
         parts = dataclasses.asdict(report.step_s)
         yield "step", _parts_text(parts.pop("total"), parts)
@@ -333,14 +335,16 @@ def _parts_text(total: float | None, parts: dict[str, float | None]) -> str:
     return ": ".join(filter(None, (duration_text(total) if total is not None else "", known)))
 
 
-def _micro_batches_text(speed: Throughput, most_tokens: int | None) -> str:
+def _micro_batches_text(speed: Throughput, resolved: Resolved) -> str:
     """Mean fill of micro-batches; empty where their tokens are not limited."""
+    most_tokens, source = resolved.micro_batch_tokens, resolved.micro_batch_source
     if most_tokens is None or not speed.micro_steps_per_step:
         return ""
     # tokens/s divided by steps/s and by micro-steps per step.
     tokens = speed.tokens_per_s_per_device / speed.steps_per_s / speed.micro_steps_per_step
     in_step = number_text(speed.micro_steps_per_step)
-    return f"{in_step} in a step, each of {tokens:,.0f} tokens (at most {most_tokens:,})"
+    why = "" if source is None else f", {SOURCE_WORDS[source]}"
+    return f"{in_step} in a step, each of {tokens:,.0f} tokens (at most {most_tokens:,}{why})"
 
 
 def memory_text(memory: PeakMemory) -> str:

@@ -63,6 +63,9 @@ class DeviceKind:
     has_few_bits: bool = True
     """False if weights and optimizer state of 4 or 8 bits are refused on it: bitsandbytes has no
     kernels for it, and nobody has tried torchao's."""
+    enough_tokens: int | None = None
+    """Tokens of a micro-batch from which on more of them bring no speed worth their memory; None:
+    not known, and micro-batches of a recipe that says nothing of them have one sequence."""
     unpredicted_memory: str = ""
     """Memory that predictions leave out. Empty: they count what CUDA takes beside tensors."""
     package: str | None = None
@@ -83,6 +86,9 @@ DEVICE_KINDS = Registry(
             tried=True,
             communication="gloo",
             strategies=None,
+            # The quick start on two AVX2 cores: 3,980, 6,230, 7,800 and 8,300 tokens/s with 256,
+            # 512, 1,024 and 2,048; a larger model gains less.
+            enough_tokens=2048,
         ),
         # GPUs of NVIDIA; those of AMD too, in builds of torch for ROCm, where they have this name.
         DeviceKind(
@@ -101,6 +107,9 @@ DEVICE_KINDS = Registry(
             nvml_tells_use=True,
             has_flash=True,
             has_triton=True,
+            # On an H200 a step of 1,064 tokens takes as long as launching its kernels, and one of
+            # 4,096 is bound by the card (docs/performance.md); twice that is for newer ones.
+            enough_tokens=8192,
         ),
         # GPUs of Intel.
         DeviceKind(

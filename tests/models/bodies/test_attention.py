@@ -22,17 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import Sample
 from ftkit.errors import UserError
-from ftkit.models.architectures.architecture import AttentionTraits
 from ftkit.models.bodies import attention
 from ftkit.models.bodies.attention import (
     AttentionKernel,
-    AttentionPath,
     KeyValueCache,
     Scores,
     Sequences,
     attend,
-    attention_kernel,
-    attention_path,
+    planned_path,
 )
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.lora.targets import our_name
@@ -321,15 +318,6 @@ def plan_of(devices: Devices, precision: str, padding_free: str) -> Plan:
     return make_plan(read_recipe([], list(keys.items()), method="lora"), devices)
 
 
-def path_of(traits: AttentionTraits, plan: Plan) -> AttentionPath:
-    return attention_path(
-        traits,
-        attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
-        padding_free=plan.recipe.train.padding_free,
-        micro_batch_tokens=plan.micro_batch_tokens,
-    )
-
-
 @pytest.mark.parametrize(
     ("devices", "precision", "settings", "paths"),
     [
@@ -352,7 +340,7 @@ def test_rows_are_the_default_where_they_are_faster(
     traits = architecture(**settings).attention
     usual, *wanted = paths.split(", ")
     for value, expected in (("null", usual), ("true", (wanted or [usual])[0]), ("false", "padded")):
-        assert path_of(traits, plan_of(devices, precision, value)) == expected
+        assert planned_path(traits, plan_of(devices, precision, value)) == expected
 
 
 def test_latent_attention_is_padded_and_rows_are_refused() -> None:
@@ -363,21 +351,23 @@ def test_latent_attention_is_padded_and_rows_are_refused() -> None:
         .LitgptArchitecture(config)
         .attention
     )
-    assert path_of(traits, plan_of(HOST, "32-true", "null")) == "padded"
-    of_tokens = dataclasses.replace(plan_of(HOST, "32-true", "null"), micro_batch_tokens=512)
-    assert path_of(traits, of_tokens) == "padded"
+    made = plan_of(HOST, "32-true", "null")
+    assert planned_path(traits, made) == "padded"
+    of_tokens = dataclasses.replace(made, micro_batch_tokens=512, chosen=None)
+    assert planned_path(traits, of_tokens) == "padded"
     words = r"train\.padding_free is true.*padded.*--train\.padding_free null"
     with pytest.raises(UserError, match=words):
-        path_of(traits, plan_of(HOST, "32-true", "true"))
+        planned_path(traits, plan_of(HOST, "32-true", "true"))
 
 
 def test_micro_batches_of_a_number_of_tokens_are_rows_even_where_rows_are_slower() -> None:
     older = Devices(accelerator="cuda", count=1, bf16_native=False)
     made = plan_of(older, "32-true", "null")
     traits = architecture().attention
-    assert path_of(traits, made) == "padded"
-    of_tokens = dataclasses.replace(made, micro_batch_tokens=512)
-    assert path_of(traits, of_tokens) == "sdpa per sequence"
+    assert planned_path(traits, made) == "padded"
+    assert made.micro_batch_tokens == 8192  # ftkit's choice, to which padded ones keep too
+    of_tokens = dataclasses.replace(made, micro_batch_tokens=512, chosen=None)
+    assert planned_path(traits, of_tokens) == "sdpa per sequence"
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "flash", "sdpa"])

@@ -356,6 +356,7 @@ def test_memory_of_a_tpu_is_predicted_without_what_cuda_takes() -> None:
     def planned(gpu: str) -> Planned:
         keys = [("checkpoint_dir", "random:pythia-14m"), ("train.max_seq_length", "64")]
         more = [("precision", "bf16-true"), ("train.padding_free", "false")]
+        more.append(("train.micro_batch_size", "1"))
         return plan_files((), [*keys, *more], gpu=find_gpu(gpu))
 
     tpu, gpu = planned("v5e"), planned("l4")
