@@ -77,13 +77,19 @@ def _load_part(
     progress: OnSplitProgress,
 ) -> LoadedPart:
     """Take the samples of a part from the cache, or make them and keep them there."""
+    if source.load is not None:
+        made: LoadedPart = source.load(tokenizer, max_seq_length, progress)
+        return made
     return _Loading(source, tokenizer, max_seq_length, progress).load(splits)
 
 
 def find_part(
     source: PartSource, tokenizer: "Tokenizer", max_seq_length: int, splits: Sequence[Split]
 ) -> dict[Split, Prepared] | None:
-    """The samples of a part if they are all in the cache; nothing is read or made."""
+    """The samples of a part if they are all in the cache, or it makes them itself of its files."""
+    if source.load is not None:
+        made: LoadedPart = source.load(tokenizer, max_seq_length, lambda *_: None)
+        return made.splits
     if source.content is None:
         return None
     found = _Loading(source, tokenizer, max_seq_length, lambda *_: None).find(splits)
@@ -350,7 +356,8 @@ class DataSets(_Loaded):
 
     def epochs(self, seed: int) -> EpochOrder:
         """Return the order of the training samples."""
-        return EpochOrder(self._sizes, self.takes, seed)
+        in_order = any(part.source.in_order for part in self.parts)
+        return EpochOrder(self._sizes, self.takes, seed, in_order=in_order)
 
     @property
     def _sizes(self) -> list[int]:

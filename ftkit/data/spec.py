@@ -117,6 +117,12 @@ class PartSource:
     """An epoch takes this many times its samples; None: every one once, or as `samples` says."""
     samples: int | None = None
     """An epoch takes so many of its samples."""
+    load: Callable[..., Any] | None = None
+    """Makes its samples itself: takes what `ftkit.data.dataset.load_data` does (tokenizer, most
+    tokens of a sample, progress), and returns the `LoadedPart`. None: they are made of records."""
+    in_order: bool = False
+    """Whether every epoch takes its samples in their own order; else it shuffles them. A source of
+    this kind is the only one."""
 
 
 class DataSource(ABC):

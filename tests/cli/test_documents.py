@@ -145,6 +145,7 @@ def make_place(place: Path, tiny_base: Path) -> None:
     kept = ROOT / "tests/extensions/foreign_checkpoints/checkpoints"
     shutil.copytree(kept / "gpt-neox", place / "neox")
     shutil.copytree(kept / "base", place / "neox-hf")
+    shutil.copytree(ROOT / "tests/extensions/neox_data/orders/corpora", place / "corpora")
     make_data(place / "my.json", 20)
     chat = [{"role": "user", "content": "red?"}, {"role": "assistant", "content": "blue"}]
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 20)

@@ -64,6 +64,7 @@ LIGHT_MODULES = [
     "extensions.gguf.convert",
     "extensions.hosts.slurm",
     "extensions.hub.models",
+    "extensions.neox_data.source",
     "models.pretrained.single_file",
     "models.pretrained.places",
     "models.pretrained.stored_forms",

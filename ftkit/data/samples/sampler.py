@@ -34,14 +34,19 @@ class EpochOrder:
     the other: none of its samples is taken again before all others were.
     """
 
-    def __init__(self, sizes: Sequence[int], takes: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], takes: Sequence[int], seed: int, *, in_order: bool = False
+    ) -> None:
         """Define the epochs.
 
         Args:
             sizes: samples of each source; they are numbered through, source by source.
             takes: samples of each that an epoch takes, none of a source without samples.
             seed: with the number of the epoch, determines its order.
+            in_order: whether each takes all samples as they are numbered, whatever the seed.
         """
+        assert not in_order or tuple(sizes) == tuple(takes)
+        self._in_order = in_order
         assert all((size > 0) == (take > 0) for size, take in zip(sizes, takes, strict=True))
         self._sizes, self._takes, self._seed = tuple(sizes), tuple(takes), seed
         self._ends: IntArray = np.cumsum(self._sizes)
@@ -50,6 +55,8 @@ class EpochOrder:
 
     def of(self, epoch: int) -> IntArray:
         """[samples of an epoch], in their order."""
+        if self._in_order:
+            return np.arange(self.samples, dtype=np.int64)
         order = permutation(self.samples, self._seed, epoch)
         if self._sizes == self._takes:
             return order

@@ -16,11 +16,12 @@ from ftkit.checkpoint.shards import Piece, write_shard
 from ftkit.checkpoint.state import stored_name
 from ftkit.checkpoint.store import Store
 from ftkit.data.dataset import load_data
-from ftkit.data.sources import check_data
+from ftkit.data.sources import check_data, data_source
 from ftkit.errors import UserError
 from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
 from ftkit.extensions.foreign_checkpoints.deepspeed import DeepSpeedRun, zero_directory
 from ftkit.extensions.foreign_checkpoints.distributed import DCP_METADATA, DistributedRun
+from ftkit.extensions.foreign_checkpoints.neox import position_of_neox
 from ftkit.extensions.foreign_checkpoints.recipe import (
     ImportRecipe,
     continued_rate,
@@ -43,6 +44,7 @@ from ftkit.extensions.foreign_checkpoints.trainers import (
     TrainerRun,
     is_sharded,
 )
+from ftkit.extensions.neox_data.source import NeoxData
 from ftkit.models.architectures.architecture import HEAD, ModelLayout
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import kept_parameters
@@ -359,7 +361,11 @@ def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Im
             progress=lambda _, done, total: phase.advance(done, total),
         )
     of_epoch = data.samples_per_epoch
-    position = position_in_data(state, recipe_source, of_epoch)
+    source = data_source(recipe.data)
+    if isinstance(source, NeoxData) and state.iteration is not None:
+        position = position_of_neox(state, source.options, recipe_source, of_epoch)
+    else:
+        position = position_in_data(state, recipe_source, of_epoch)
     recipe_source.add(position.keys)
     samples, lines = position.samples, position.lines
     # After the position: the schedule of the learning rate depends on the batch size.

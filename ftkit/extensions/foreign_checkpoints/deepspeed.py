@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
+from ftkit.extensions.foreign_checkpoints.neox import configured_keys
 from ftkit.extensions.foreign_checkpoints.state import (
     ForeignRun,
     ForeignState,
@@ -310,6 +311,11 @@ class ZeroFiles:
         return int(found) if isinstance(found, int) and found > 0 else None
 
     @property
+    def is_neox(self) -> bool:
+        """Whether GPT-NeoX wrote it, by the names of the parameters."""
+        return is_neox(name for shapes in self._shapes for name in shapes)
+
+    @property
     def world_size(self) -> int:
         """Ranks that wrote it."""
         return len(self._ranks)
@@ -342,7 +348,7 @@ class ZeroFiles:
         """
         kinds = self.tensors()
         # These names are places in a pipeline, and one matrix may hold several of transformers'.
-        if is_neox(kinds[_MASTER]):
+        if self.is_neox:
             of_neox = NeoxNames(model.base)
             kinds = {kind: of_neox.held(tensors) for kind, tensors in kinds.items()}
             named = [[plain for name in of for plain in of_neox.names(name)] for of in self._shapes]
@@ -360,6 +366,8 @@ class ZeroFiles:
         ]
         # What another file has more exactly replaces these.
         own: dict[str, Any] = {"step": self.step, "samples": self.samples}
+        if self.is_neox:
+            own["iteration"] = self._model.get("iteration", self.step)
         return ForeignState(
             **own | progress,
             parameters=masters,
@@ -558,9 +566,13 @@ class DeepSpeedRun(ForeignRun):
         super().__init__(directory)
         found = zero_directory(directory)
         assert found is not None, "it was looked at before"
-        self._zero = ZeroFiles(found)
+        self._zero_directory, self._zero = found, ZeroFiles(found)
 
     def _recipe_keys(self) -> dict[str, Any]:
+        if self._zero.is_neox:
+            keys = configured_keys(self._zero_directory, self._zero.world_size)
+            if keys:
+                return keys
         if self._zero.samples is None or not self._zero.step:
             return {}
         # A fraction means that the batch size has changed during the run: none is taken over.

@@ -74,7 +74,8 @@ class ImportRecipe:
                     f"{self.source} does not name its base model, or lacks its tokenizer. "
                     "Try --checkpoint_dir MODEL, or --config RECIPE.yaml."
                 )
-            if not any(key.partition(".")[0] == "data" for key in self.given):
+            is_named = any(key.partition(".")[0] == "data" for key in self.given)
+            if not is_named and "data" not in self._from_checkpoint:
                 raise UserError(
                     f"{self.source} does not name its training data. Try --config RECIPE.yaml "
                     "with data, or --data JSON --data.path FILE."

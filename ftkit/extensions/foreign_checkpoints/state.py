@@ -156,6 +156,9 @@ class ForeignState:
     """Optimizer steps done."""
     samples: int | None = None
     """Samples that they consumed; None: the program does not say."""
+    iteration: int | None = None
+    """Steps as GPT-NeoX counts them, by which it finds its position in the data; None: another
+    program wrote it."""
     micro_batch: int | None = None
     """Samples of one forward pass on all processes; None: the program does not say."""
     epochs: float | None = None
@@ -183,7 +186,12 @@ class ForeignState:
             ValueError: a number is of another type, negative or not finite, or a tensor holds
                 something else than floating-point numbers.
         """
-        counts = {"step": self.step, "samples": self.samples, "samples of a step": self.micro_batch}
+        counts = {
+            "step": self.step,
+            "iteration": self.iteration,
+            "samples": self.samples,
+            "samples of a step": self.micro_batch,
+        }
         for key, count in counts.items():
             if count is not None and (type(count) is not int or not 0 <= count < _MOST):
                 raise ValueError(f"{key}: {count!r:.100}")
