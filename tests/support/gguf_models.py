@@ -49,6 +49,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "pieces",
         {"pad_token_id": 0, "rope_parameters": LONGROPE, "sliding_window": None},
     ),
+    # Rows of whole blocks of 256 numbers.
+    "wide": (
+        "llama",
+        "smollm",
+        {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 """Family, tokenizer (a rule of a byte-level one, or pieces: SentencePiece) and settings."""
 _ADDED = ("<|im_start|>", "<|im_end|>")

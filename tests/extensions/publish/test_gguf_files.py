@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import gguf
@@ -58,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A directory of each of `MODELS`."""
     root = tmp_path_factory.mktemp("models")
     # Readers conclude something from names such as mistral or 7.
-    named = zip(MODELS, "abcdefg", strict=True)
+    named = zip(MODELS, ascii_lowercase, strict=False)
     return {name: make_gguf_model(root / letter, name) for name, letter in named}
 
 
@@ -314,6 +315,8 @@ def test_adapters_that_llama_cpp_does_not_support_are_refused_with_a_remedy(
     out = ("--out", tmp_path / "out")
     text = mistake(ended["dora"].out_dir, *out)
     assert "is DoRA" in text and f"Try ftkit merge {ended['dora'].out_dir} --out DIR" in text
+    text = mistake(ended["lora"].out_dir, "--quantization", "q4_k_m", *out)
+    assert says(text, "--quantization is q4_k_m ... adapter ... Try --quantization q8_0")
     base, adapter = make_adapter(tmp_path, "llama", "lora")
     weights = load_file(adapter / "adapter_model.safetensors")
     name = "base_model.model.model.norm.weight"
@@ -383,7 +386,7 @@ def test_options_disks_and_packages_that_do_not_suit_are_refused(
         )
         assert "pip install 'ftkit[gguf]'" in mistake(base, *out)
     with monkeypatch.context() as full:
-        full.setattr(gguf_model, "_write_tensor", _fail)
+        full.setattr(gguf_model, "_packed", _fail)
         assert says(mistake(base, *out), "No space left")
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,10 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
-from ftkit.extensions.gguf.header import BLOCKS, packed_bytes
+from ftkit.extensions.gguf.header import packed_bytes
 from ftkit.extensions.gguf.model import tensor_names
 from ftkit.extensions.publish.commands import ExportOptions, GgufNumbers
+from ftkit.extensions.publish.gguf.kquants import K_QUANTS, pack
 from ftkit.extensions.publish.gguf.metadata import (
     ARCHITECTURES,
     GgufMetadata,
@@ -29,6 +30,7 @@ from ftkit.extensions.publish.gguf.metadata import (
     rotary_factors,
     vocabulary_metadata,
 )
+from ftkit.extensions.publish.gguf.mixture import FILE_TYPES, MIXTURES, kinds_of
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE, modelfile
 from ftkit.extensions.publish.model_card import card_files
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
@@ -83,8 +85,9 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     names = _tensor_names(base, settings)
     # Planned as a whole first: the header lists all tensors, and the disk must have room.
     factors = rotary_factors(settings)
-    planned = {name: planned_tensor(name, values.shape, "f32") for name, values in factors.items()}
-    planned |= {name: planned_tensor(name, shape, numbers) for name, (_, shape) in names.items()}
+    shapes = {name: values.shape for name, values in factors.items()}
+    shapes |= {name: shape for name, (_, shape) in names.items()}
+    planned = planned_tensors(shapes, numbers, settings)
     prompting = prompting_of(result, base)
     # A style that is known by name has no template: the file gets none.
     template = None if prompting.origin == "name" else prompting.template.source
@@ -228,6 +231,11 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     require_gguf()
     out, directory = options.directory, result.directory
     keys = adapter_keys(directory)
+    if options.quantization in MIXTURES:
+        raise UserError(
+            f"--quantization is {options.quantization}, but matrices of an adapter are too narrow "
+            "for its blocks. Try --quantization q8_0."
+        )
     # Before the base model is looked for, which may be a download.
     _check_kind(result, keys)
     base = open_result(result, options.checkpoint_dir, "--checkpoint_dir")
@@ -240,10 +248,8 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     first = next(iter(stored.values()))
     numbers = options.quantization or _OF_DTYPES[first.dtype]
     names = {name: _name_in_gguf(name, theirs, result) for name in stored}
-    planned: dict[str, PlannedTensor] = {
-        names[name]: planned_tensor(names[name], tuple(tensor.shape), numbers)
-        for name, tensor in stored.items()
-    }
+    shapes = {names[name]: tuple(tensor.shape) for name, tensor in stored.items()}
+    planned = planned_tensors(shapes, numbers, settings)
     factors = _factors(directory, stored)
     metadata: GgufMetadata = {
         "general.type": "adapter",
@@ -353,8 +359,6 @@ _ALIGNMENT = 32
 _CHUNK_NUMBERS = 2**22
 """Numbers held in memory as float32 at a time, unless a row has more."""
 _LARGEST_F16 = 65504.0
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
-"""general.file_type: of most tensors; llama.cpp's llama_ftype."""
 QUANTIZATION_VERSION = 2
 """general.quantization_version: of how blocks are packed."""
 
@@ -373,21 +377,18 @@ class PlannedTensor:
         return packed_bytes(self.shape, self.kind)
 
 
-def planned_tensor(name: str, shape: tuple[int, ...], numbers: GgufNumbers) -> PlannedTensor:
-    """Choose a tensor's format: vectors and norms float32, rows that blocks do not divide float16.
+def planned_tensors(
+    shapes: Mapping[str, tuple[int, ...]], numbers: GgufNumbers, settings: Mapping[str, Any]
+) -> dict[str, PlannedTensor]:
+    """Plan tensors of these shapes, by llama.cpp's names.
 
     Args:
-        name: llama.cpp's.
-        shape: as torch has it.
+        shapes: as torch has them.
         numbers: requested number format.
+        settings: of the model, from `complete_settings`.
     """
-    kind = numbers.upper()
-    if len(shape) < 2 or name.endswith("_norm.weight"):
-        kind = "F32"
-    # Blocks are packed along a row, and none spans two rows.
-    elif shape[-1] % BLOCKS[kind][1]:
-        kind = "F16"
-    return PlannedTensor(shape=shape, kind=kind)
+    kinds = kinds_of(shapes, numbers, settings)
+    return {name: PlannedTensor(shape=shape, kind=kinds[name]) for name, shape in shapes.items()}
 
 
 def require_gguf() -> None:
@@ -438,7 +439,7 @@ def write_file(
     for name, tensor in planned.items():
         starts[name] = start
         start += _padded(tensor.nbytes)
-    total_bytes, done_bytes = file_bytes(planned), 0
+    total_bytes, done_bytes = sum(tensor.nbytes for tensor in planned.values()), 0
     with file.open("r+b") as out:
         # The full size at once: tensors come in any order, and the padding between them is zeros.
         out.truncate(start)
@@ -446,9 +447,10 @@ def write_file(
             if name not in starts or tuple(values.shape) != planned[name].shape:
                 raise ValueError(f"{name} {list(values.shape)} is twice, unknown or misshapen")
             out.seek(starts.pop(name))
-            _write_tensor(out, name, values, planned[name].kind)
-            done_bytes += _padded(planned[name].nbytes)
-            progress(done_bytes, total_bytes)
+            for packed in _packed(name, values, planned[name].kind):
+                out.write(packed)
+                done_bytes += len(packed)
+                progress(done_bytes, total_bytes)
     if starts:
         raise ValueError(f"not given: {', '.join(starts)}")
 
@@ -494,14 +496,18 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-def _write_tensor(out: BinaryIO, name: str, values: Tensor, kind: str) -> None:
+def _packed(name: str, values: Tensor, kind: str) -> Iterator[bytes]:
+    """Yield the bytes of a tensor, in pieces."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
     for rows in _row_chunks(values):
         chunk = rows.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
         _require_numbers(name, chunk, kind)
-        out.write(quantize(chunk, GGMLQuantizationType[kind]).tobytes())
+        if kind in K_QUANTS:
+            yield from pack(chunk.reshape(-1, chunk.shape[-1]), kind)
+        else:
+            yield quantize(chunk, GGMLQuantizationType[kind]).tobytes()
 
 
 def _row_chunks(values: Tensor) -> Iterator[Tensor]:
