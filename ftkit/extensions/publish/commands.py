@@ -11,7 +11,7 @@ from ftkit.recipe.options import OutputFormat, ResultOptions, option, word
 from ftkit.utils.console.formatting import SIZE_UNITS, parse_size
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-GgufNumbers = Literal["f32", "f16", "bf16", "q8_0"]
+GgufNumbers = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GGUF_FILES = tuple(f"{k}-{n}.gguf" for k in ("model", "adapter") for n in get_args(GgufNumbers))
@@ -85,8 +85,9 @@ class ExportOptions(OutputOptions):
     check: Literal["vllm"] | None = option(None, example="vllm")
     """Write nothing; only check whether vLLM can serve the result as it is and, if not, explain why
     and what to do. The exit code is 1 if it cannot."""
-    quantization: GgufNumbers | None = option(None, example="q8_0")
-    """Number format of the matrices in a GGUF file. Default: as stored."""
+    quantization: GgufNumbers | None = option(None, example="q4_k_m")
+    """Number format of the matrices in a GGUF file. q4_k_m is what most people run: some 4.9 bits a
+    number, with the matrices that suffer most in six. Default: as stored."""
     checkpoint_dir: str | None = None
     """Path of the base model. An exported checkpoint takes from it what was not trained: the parts
     of a vision or audio model beside its language model, or all that train.only and train.freeze
@@ -194,7 +195,7 @@ ROWS = (
         usage=("RESULT --format FORMAT --out DIR [--KEY VALUE ...]", "RESULT --check vllm"),
         examples=(
             "out/finetune/full --format litgpt --out out/for-litgpt",
-            "out/finetune/full --format gguf --quantization q8_0 --out out/gguf",
+            "out/finetune/full --format gguf --quantization q4_k_m --out out/gguf",
             "out/full/checkpoints/step-00001500 --format hf --out out/hf",
             "out/lora --format peft --out out/adapter",
             "out/lora --check vllm",

@@ -1,6 +1,7 @@
 """`ftkit export`: a result in the layout of Hugging Face, LitGPT, PEFT or torchao, or as GGUF."""
 
 import importlib.util
+import re
 import shlex
 import shutil
 import sys
@@ -16,6 +17,7 @@ from ftkit.evaluation.loading import full_weights, open_result, with_extra_weigh
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result, require_answers
 from ftkit.extensions.publish.commands import ExportOptions
+from ftkit.extensions.publish.gguf.mixture import MIXTURES
 from ftkit.extensions.publish.gguf.model import base_problem, write_gguf_adapter, write_gguf_model
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE
 from ftkit.extensions.publish.model_card import CardKind, card_files
@@ -97,7 +99,7 @@ def export(result: Result, options: ExportOptions) -> int:
         print_shown(
             _beside_base(written.path, result, options.checkpoint_dir)
             if is_adapter
-            else _next(written.path)
+            else _next(written.path, result, options)
         )
         if written.is_part:
             print_shown(
@@ -168,20 +170,29 @@ def _beside_base(file: Path, result: Result, checkpoint_dir: str | None) -> str:
     )
 
 
-def _next(file: Path) -> str:
-    """Commands of other programs that read the GGUF file of a model."""
-    kind, _, numbers = file.stem.partition("-")
-    # llama-quantize takes weights that are in blocks already with this option alone.
-    from_blocks = "--allow-requantize " * (numbers == "q8_0")
-    smaller = f"{from_blocks}{file} {file.with_name(f'{kind}-q4_k_m.gguf')} Q4_K_M"
-    own = file.with_name(MODELFILE)
+def _next(file: Path, result: Result, options: ExportOptions) -> str:
+    """Commands that use the GGUF file of a model, and one that writes a smaller one."""
+    numbers = file.stem.partition("-")[2]
+    own, name = file.with_name(MODELFILE), _ollama_name(result.name)
     has_template = "\nTEMPLATE " in own.read_text(encoding="utf-8")
-    return (
-        f"llama.cpp: llama-cli -m {file}\n"
-        f"Ollama:    ollama create NAME -f {own}\n"
-        + "           (it may need a TEMPLATE first: see the comment in it)\n" * (not has_template)
-        + f"smaller:   llama-quantize {smaller}"
-    )
+    lines = [
+        f"llama.cpp: llama-cli -m {shlex.quote(str(file))}",
+        f"Ollama:    ollama create {name} -f {shlex.quote(str(own))} && ollama run {name}",
+    ]
+    if not has_template:
+        lines.append("           (it may need a TEMPLATE first: see the comment in it)")
+    if numbers not in MIXTURES:
+        base = options.checkpoint_dir
+        words = [result.name, "--format", "gguf", "--quantization", "q4_k_m"]
+        words += [] if base is None else ["--checkpoint_dir", base]
+        words += ["--out", str(file.parent.with_name(f"{file.parent.name}-q4_k_m"))]
+        lines.append(f"smaller:   ftkit export {shlex.join(words)}")
+    return "\n".join(lines)
+
+
+def _ollama_name(name: str) -> str:
+    """Name of a result as Ollama takes names: small letters, digits and some signs."""
+    return re.sub(r"[^a-z0-9._-]+", "-", Path(name).name.lower()).strip("-._") or "mine"
 
 
 def _opened(result: Result, options: ExportOptions) -> BaseModel:
