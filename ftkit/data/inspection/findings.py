@@ -265,8 +265,8 @@ def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
     return Finding(
         kind="nothing_trained",
         severity="warning",
-        text=f"{lost:,} of {counts.records:,} records{evidence.of(part)} contain nothing to train "
-        f"on ({counted}).",
+        text=f"{lost:,} of {counts.records:,} records{evidence.of(part)} are left out, because "
+        f"nothing in them can be trained ({counted}).",
         advice=advice,
     )
 
@@ -281,7 +281,7 @@ def tools_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
         kind="tools_dropped",
         severity="warning",
         text=f"The template leaves out tools or tool calls in {dropped:,} of {counts.records:,} "
-        f"records{evidence.of(part)}, so these records are not trained.",
+        f"records{evidence.of(part)}, so these records are left out.",
         advice=_advice(evidence, part, NO_TOOLS),
     )
 

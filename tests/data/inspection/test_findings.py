@@ -134,7 +134,7 @@ def test_records_without_an_answer_are_counted_with_their_reason(
     assert left_out.reason == "no output" and left_out.records == train.records - train.used
     assert '"output": " "' in left_out.example
     found = only(seen, "nothing_trained")
-    text = f"{left_out.records} of {train.records} records contain nothing to train on"
+    text = f"{left_out.records} of {train.records} records are left out"
     assert text in found.text
 
 
@@ -401,7 +401,7 @@ def test_each_source_is_named_where_there_are_several(model: Path, tmp_path: Pat
     overrides = [("checkpoint_dir", str(model)), ("data", "JSON"), ("data.sources", str(sources))]
     seen = inspect_data([], overrides, show=4, progress=lambda *_: None)
     assert [source.train.records for source in seen.sources] == [38, 38]
-    assert says(only(seen, "nothing_trained").text, "records of bad ... contain nothing")
+    assert says(only(seen, "nothing_trained").text, "records of bad ... left out")
     assert {sample.source for sample in seen.samples} == {source.name for source in seen.sources}
     assert [sample.number for sample in seen.samples] == [0, 19, 0, 18]
 
