@@ -441,7 +441,7 @@ def _read_data(
     log_data_summary(data, journal)
     log_sets_summary(sets, journal)
     if rank() == 0:
-        log_findings(data, base, longest, recipe.eval.validates, journal)
+        log_findings(data, base, longest, recipe, journal)
     return data, sets
 
 

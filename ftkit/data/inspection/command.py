@@ -173,6 +173,7 @@ def inspect_data(
         max_seq_length=limit,
         model_context=base.architecture.context_length,
         validates=recipe.eval.validates,
+        settings=recipe.data,
     )
     # Before truncation: the question is which limit would hold the samples.
     lengths = lengths_of(_whole_lengths(data.parts), limit)
