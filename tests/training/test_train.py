@@ -43,6 +43,7 @@ from ftkit.training.recorder import Recorder
 from ftkit.training.start import identities
 from ftkit.training.step import TrainStep
 from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import marked
 
 
 @dataclass(frozen=True)
@@ -477,6 +478,19 @@ def test_validation_comes_before_during_and_after_training(train: Train) -> None
     assert "exact match before training: 0 % of 3 validation records" in log
     (example,) = result.report.examples
     assert example.before is not None and example.after is not None
+
+
+def test_an_answer_that_runs_on_is_cut_where_it_is_shown_and_whole_in_the_report(
+    train: Train,
+) -> None:
+    result = train(
+        "full", train__max_steps=1, eval__max_new_tokens=100, eval__final_validation=True
+    )
+    (example,) = result.report.examples
+    assert example.after is not None and len(marked(example.after)) > 240
+    log = (result.out_dir / "run.log").read_text()
+    shown = [line for line in log.splitlines() if "answer: " in line]
+    assert shown and all(len(line.partition("answer: ")[2]) <= 240 for line in shown)
 
 
 def test_every_step_has_a_row_and_the_report_its_sums(full: Result) -> None:
