@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from ftkit.cli.app import run
 from ftkit.extensions.comparison import plots
 from ftkit.extensions.comparison.columns import in_order, number_columns
 from ftkit.extensions.comparison.compare import compare
+from ftkit.launch.conclude import next_commands
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.answers import AnswerScore, TaskScore
 from ftkit.runs.report.report import ChosenResult, PeakMemory, Source, read_report, write_report
 from ftkit.strategies.step_memory import StepMemory
@@ -382,6 +386,30 @@ def test_sort_puts_the_best_or_lowest_first_and_missing_values_last(
 
 
 # --- What is compared -----------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_its_comparison_to_the_newest_run_of_its_data_and_model(
+    tmp_path: Path,
+) -> None:
+    ours = {"data__path": "chats.jsonl"}
+    others = {
+        "same": ours,
+        "b run": ours | {"lora_r": 64},
+        "other data": {"data__path": "documents.jsonl"},
+        "other model": ours | {"checkpoint_dir": "larger"},
+    }
+    make_run(tmp_path / "a", **ours)
+    recipe = LoraRecipe(checkpoint_dir="base")
+    commands = []
+    for second, (name, keys) in enumerate(others.items()):
+        make_run(tmp_path / name, **keys)
+        os.utime(tmp_path / name, (second, second))
+        commands.append(next_commands(RunDirectory(tmp_path / "a"), recipe))
+    this = f"ftkit compare {tmp_path / 'a'}"
+    with_space = [f"{this} '{tmp_path / 'b run'}'"]
+    assert commands == [[f"{this} {tmp_path / 'same'}"], with_space, with_space, with_space]
+    (tmp_path / "b run/report.json").write_text("{")
+    assert next_commands(RunDirectory(tmp_path / "a"), recipe) == commands[0]
 
 
 def test_a_default_micro_batch_is_compared_by_its_resolved_value(tmp_path: Path) -> None:
