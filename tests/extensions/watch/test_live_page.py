@@ -354,7 +354,7 @@ class TestCommand:
     def test_it_prints_a_link_and_ctrl_c_ends_it(self, out: Path) -> None:
         make_run(out / "a")
         with subprocess.Popen(
-            command_line("watch", out, "--serve", 0),
+            command_line("watch", out, "--serve"),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=command_environment(),
         ) as process:  # fmt: skip
             assert process.stdout is not None
