@@ -53,6 +53,7 @@ def log_data_summary(data: DataSets, journal: Journal) -> None:
             journal.warn(notice)
     of_all = {str(split): _report_counts(counts) for split, counts in data.counts.items()}
     journal.recorder.on_data(of_all, sources)
+    journal.recorder.note(shape=data.prompt_source.part.shape)
 
 
 def log_sets_summary(sets: ValidationSets, journal: Journal) -> None:
