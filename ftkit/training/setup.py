@@ -741,6 +741,8 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
     journal.recorder.note(resolved=resolved)
     method = method_text(recipe.method, getattr(recipe, "peft", None))
     journal.display.message(summary_text(resolved, method))
+    if isinstance(recipe, LoraRecipe) and recipe.adapter is not None and setup.start.stored is None:
+        journal.display.message(f"starts from the adapter {recipe.adapter}, trained before")
     if shapes is not None and not shapes.pads_labels:
         journal.warn(
             f"objective is {recipe.objective['class_path']}, of a plugin: its labels are not "

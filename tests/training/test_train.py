@@ -27,6 +27,7 @@ from ftkit.models.pretrained.base_model import fingerprint, open_base, read_blue
 from ftkit.planning.memory import predict
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import from_dict, read_recipe
+from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job
@@ -106,7 +107,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
         }
         values |= {key.replace("__", "."): value for key, value in changes.items()}
         overrides = [(key, json.dumps(value)) for key, value in values.items()]
-        recipe = read_recipe([], overrides, method=method)
+        recipe = with_adapter(read_recipe([], overrides, method=method))
         job = Job(
             recipe=recipe,
             devices=Devices(accelerator="cpu", count=2),
@@ -491,6 +492,14 @@ def test_an_answer_that_runs_on_is_cut_where_it_is_shown_and_whole_in_the_report
     log = (result.out_dir / "run.log").read_text()
     shown = [line for line in log.splitlines() if "answer: " in line]
     assert shown and all(len(line.partition("answer: ")[2]) <= 240 for line in shown)
+
+
+def test_a_run_says_which_adapter_it_starts_from(train: Train, lora: Result) -> None:
+    further = train("lora", adapter=str(lora.out_dir), train__max_steps=1)
+    log = (further.out_dir / "run.log").read_text()
+    assert f"starts from the adapter {lora.out_dir / 'final'}" in log
+    assert further.losses[0] < lora.losses[0], "it has learned"
+    assert "starts from" not in (lora.out_dir / "run.log").read_text()
 
 
 def test_every_step_has_a_row_and_the_report_its_sums(full: Result) -> None:
