@@ -632,6 +632,25 @@ def test_every_run_has_its_curve_by_step_and_by_time(matplotlib: Any, out: Path)
     assert len({line.get_color() for line in curves}) == 4
 
 
+def test_runs_of_other_models_and_objectives_have_scales_of_their_own(
+    matplotlib: Any, tmp_path: Path
+) -> None:
+    dpo = {"class_path": "dpo", "init_args": {}}
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", checkpoint_dir="larger", final_loss=40)
+    make_run(tmp_path / "c", final_loss=0.01)
+    make_run(tmp_path / "d", objective=dpo)
+    _, figure, _ = panels(tmp_path)
+    by_step = {axes.get_ylabel(): axes for axes in figure.axes if "loss" in axes.get_ylabel()}
+    assert set(by_step) == {f"{of}\nloss (nats)" for of in ("base", "larger", "base, dpo")}
+    assert by_step["larger\nloss (nats)"].get_ylim()[0] > 30
+    assert by_step["base\nloss (nats)"].get_ylim()[1] < 5
+    curves = [line for axes in by_step.values() for line in axes.lines if len(line.get_xdata()) > 4]
+    assert len(curves) == 4 == len({line.get_color() for line in curves})
+    legend, _ = (part.legends[0] for part in figure.subfigs)
+    assert {text.get_text() for text in legend.get_texts()} == {"a", "b", "c", "d"}
+
+
 def test_memory_is_stacked_up_to_the_peak_beside_the_limit(matplotlib: Any, out: Path) -> None:
     runs, figure, found = panels(out)
     axes = found["Peak memory of a rank"]
