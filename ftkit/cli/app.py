@@ -4,7 +4,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ftkit.cli.command import Command, Group
 from ftkit.cli.commands import FTKIT
@@ -17,7 +17,7 @@ from ftkit.utils.imports import prepare_imports, quick_imports
 from ftkit.utils.names import nearest
 from ftkit.utils.process import Interrupts, print_line, turns_before_sleep
 from ftkit.utils.progress import Verbosity, loading_shown, set_verbosity
-from ftkit.utils.registry import imported
+from ftkit.utils.registry import imported, missing_extension
 from ftkit.utils.streams import failure_of, open_standard_streams, watched_output
 from ftkit.version import __version__
 
@@ -137,12 +137,24 @@ def _run_command(command: Command, argv: Sequence[str]) -> int:
         arguments.insert(0, imported(command.opens)(getattr(arguments[0], first_word)))
     # Options are checked before this: a typo must not cost the seconds that torch takes.
     with loading_shown(sys.stderr), Interrupts() as interrupts, quick_imports():
-        function = imported(command.function)
+        function = _function_of(command)
     # Python may have dropped a Ctrl+C that came in the middle of an import.
     interrupts.check()
     with using(_plugin(getattr(arguments[-1], "plugin", None))):
-        code: int = function(*arguments)
-    return code
+        return function(*arguments)
+
+
+def _function_of(command: Command) -> Callable[..., int]:
+    try:
+        function: Callable[..., int] = imported(command.function)
+    except ModuleNotFoundError as error:
+        if (extension := missing_extension(error)) is None:
+            raise
+        raise UserError(
+            f"ftkit {command.name} needs ftkit's extension {extension}, which is missing.\n"
+            "Install all of ftkit again."
+        ) from None
+    return function
 
 
 def _plugin(named: str | None) -> Plugin | None:

@@ -251,6 +251,8 @@ def _add_option(parser: ArgumentParser, item: Declared) -> None:
         # Many do not fit into the line of the option.
         text = f"{text} One of {', '.join(item.choices)}." if item.placeholder else text
         shown = {"choices": item.choices} | (shown if item.placeholder else {})
+    if item.rules.get("alone") is not None:
+        shown["nargs"] = "?"
     default = None if item.takes_several else item.default
     parser.add_argument(name, default=default, required=item.required, help=text, **shown)
 

@@ -13,7 +13,8 @@ import dataclasses
 import functools
 import math
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -135,9 +136,10 @@ def split_line(command: Command, argv: Sequence[str]) -> Line:
     # A word beyond these is a value without its key; it is refused below.
     room = math.inf if any(i.is_word and i.takes_several for i in items) else _words(command)
     line = Line()
-    rest = iter(argv)
+    rest = deque(argv)
     switch = ""  # the word before, if it is one
-    for text in rest:
+    while rest:
+        text = rest.popleft()
         text = "--help" if text == "-h" else text
         if switch and text in ("true", "false"):
             raise UserError(f"--{switch} is a switch and takes no value. Try --{switch}.")
@@ -154,7 +156,7 @@ def split_line(command: Command, argv: Sequence[str]) -> Line:
             line.switches.add(key)
             switch = key
         elif key in helps:
-            name = value if equals else next(rest, "")
+            name = value if equals else rest.popleft() if rest else ""
             line.components.append((key.partition(".")[0], name if name[:1] != "-" else ""))
         else:
             line.values.append((key, value if equals else _value_of(command, key, rest)))
@@ -219,17 +221,19 @@ def _words(command: Command) -> int:
     return sum(item.is_word for item in declared(command.options))
 
 
-def _value_of(command: Command, key: str, rest: Iterator[str]) -> str:
-    value = next(rest, None)
+def _value_of(command: Command, key: str, rest: deque[str]) -> str:
     # "-- x" and "-x" are values: prompts begin so.
-    if value is None or (value.startswith("--") and not value[2:3].isspace()):
+    if not rest or (rest[0].startswith("--") and not rest[0][2:3].isspace()):
         known = _options(command)
+        alone: str | None = known[key].rules.get("alone") if key in known else None
+        if alone is not None:
+            return alone
         if key not in known and not _takes_key(command, key):
             raise UserError(_unknown(command, key))
         close = None if key in known else nearest(key, known)
         hint = f" Did you mean --{close}?" if close else ""
         raise UserError(f"--{key} needs a value: --{key} VALUE.{hint}")
-    return value
+    return rest.popleft()
 
 
 def _advice(command: Command) -> str:

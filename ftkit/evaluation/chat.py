@@ -97,7 +97,8 @@ def chat(result: Result, options: ChatOptions) -> int:
             "without a chat template there is no history: each line is answered on its own",
             sys.stderr,
         )
-    if sys.stdin.isatty():
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
         print_notice(f"Ctrl+C stops an answer, Ctrl+D ends; {IMAGE} FILE adds an image", sys.stderr)
     images: list[str] = []
     for line in _lines():
@@ -115,6 +116,8 @@ def chat(result: Result, options: ChatOptions) -> int:
                 f"This line is not text in {sys.stdin.encoding}. Convert it, as iconv does."
             )
             continue
+        if not is_terminal:  # which shows what is typed
+            print_notice(f"> {line}", sys.stderr)
         answer = Answer()
         try:
             # At most 256 tokens are kept free, so that a high limit does not shorten the history.

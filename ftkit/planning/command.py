@@ -31,10 +31,23 @@ from ftkit.planning.table import show, show_changes  # noqa: E402
 def plan_all(options: PlanOptions) -> int:
     """Plan every recipe in every variation, show the plans and return the exit code."""
     with Display(None, stream=sys.stderr) as display:
-        found, changes = _plan_and_fit(options, display)
-    if changes is None:
+        asked = list(_plans(options, display))
+    found = [one.planned for one in asked]
+    changes: list[tuple[Change, str]] = []
+    if not options.fit:
         show(found, options.format)
+    elif found[0].gpu is None or len(found) != 1:
+        raise UserError(
+            "--fit is for one plan, and for devices whose memory is known. "
+            "Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
+        )
     else:
+        # With its verdict, before changes are tried, which takes a while.
+        if options.format == "table":
+            show(found, options.format)
+            sys.stdout.flush()
+        with Display(None, stream=sys.stderr) as display:
+            changes = _changes(asked[0], options, display)
         show_changes(found[0], changes, options.format)
     if options.format == "table" and len(found) == 1 and not changes:
         _tell_next(found[0], options)
@@ -64,13 +77,18 @@ def _tell_next(planned: Planned, options: PlanOptions) -> None:
         print_next(shlex.join(["ftkit", "plan", *without_tokens(again), "--fit"]))
 
 
-def _plan_and_fit(
-    options: PlanOptions, display: Display
-) -> tuple[list[Planned], list[tuple[Change, str]] | None]:
-    """Return the plans and, with --fit, the changes that make the only one fit, with commands."""
+@dataclass(frozen=True)
+class _PlanOf:
+    """A plan, and of what it is."""
+
+    planned: Planned
+    files: tuple[str, ...]
+    given: list[Override]
+
+
+def _plans(options: PlanOptions, display: Display) -> Iterator[_PlanOf]:
+    """Plan every recipe in every variation."""
     device = None if options.gpu is None else find_gpu(options.gpu)
-    found: list[Planned] = []
-    given: list[Override] = []
     command, words = _command_and_words(options.words)
     recipes, keys = sorted_words(words, options.config, options.keys)
     # Each recipe, or run of a sweep, in each variation of --sweep.
@@ -96,15 +114,13 @@ def _plan_and_fit(
                 if len(asked) == 1:
                     raise
                 raise type(error)(f"{name}: {error}") from None
-            found.append(dataclasses.replace(planned, note=recipe.note))
-    if not options.fit:
-        return found, None
-    if found[0].gpu is None or len(found) != 1:
-        raise UserError(
-            "--fit is for one plan, and for devices whose memory is known. "
-            "Try ftkit plan RECIPE.yaml --gpu a100-80gb --fit."
-        )
-    method = found[0].plan.recipe.method
+            yield _PlanOf(dataclasses.replace(planned, note=recipe.note), recipe.files, given)
+
+
+def _changes(one: _PlanOf, options: PlanOptions, display: Display) -> list[tuple[Change, str]]:
+    """The changes that make a plan fit, each with its command."""
+    device = None if options.gpu is None else find_gpu(options.gpu)
+    method = one.planned.plan.recipe.method
 
     def attempt(changed: Sequence[Override]) -> Planned:
         keys = " ".join(f"--{key} {value}" for key, value in changed)
@@ -113,17 +129,17 @@ def _plan_and_fit(
         command = "finetune" if is_lora else "finetune_full"
         plan = partial(
             plan_files,
-            recipe.files,
-            [*given, *changed],
+            one.files,
+            [*one.given, *changed],
             command=command,
             gpu=device,
             terms=options.terms,
         )
         return _shown(display, f"trying {keys}", plan)
 
-    changes = changes_that_fit(found[0], attempt)
-    return found, [
-        (change, change.command(recipe.files, given, options.terms)) for change in changes
+    return [
+        (change, change.command(one.files, one.given, options.terms))
+        for change in changes_that_fit(one.planned, attempt)
     ]
 
 

@@ -102,7 +102,7 @@ def side_by_side(found: Sequence[Planned], width: int) -> Table:
 def show_changes(
     planned: Planned, changes: Sequence[tuple[Change, str]], form: Literal["table", "json"]
 ) -> None:
-    """Write a plan and the changes that make it fit, each with its command line."""
+    """Write the changes that make a plan fit, each with its command line; as JSON with the plan."""
     if form == "json":
         described = [
             {"title": change.title, "command": command, "plan": change.planned.as_dict()}
@@ -110,7 +110,6 @@ def show_changes(
         ]
         print(json.dumps(planned.as_dict() | {"changes": described}, indent=2))
         return
-    show([planned], form)
     print()
     if planned.fits:
         print("It fits without changes.")

@@ -145,6 +145,11 @@ def hub_of(text: str, key: str) -> tuple[Hub, str]:
     return hub, name
 
 
+def or_download(name: str) -> str:
+    """The end of an advice, ", or try ftkit download NAME"; "": the extension of it is missing."""
+    return f", or try ftkit download {name}" if any(HUBS) else ""
+
+
 def split_version(name: str) -> tuple[str, str | None]:
     """Split ORG/NAME@VERSION; None: it names no version."""
     repo_id, _, version = name.partition("@")

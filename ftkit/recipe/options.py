@@ -30,6 +30,7 @@ def option(
     least: float | None = None,
     most: float | None = None,
     names: Callable[[], list[str]] | None = None,
+    alone: str | None = None,
 ) -> Any:
     """Declare an option that needs more than a default.
 
@@ -41,10 +42,11 @@ def option(
         least: smallest value allowed.
         most: largest value allowed.
         names: gives the words that it takes, where a registry has them.
+        alone: its value where none follows it; None: one has to.
     """
     metadata = {
         "ask": ask, "placeholder": placeholder, "example": example, "least": least, "most": most,
-        "names": names,
+        "names": names, "alone": alone,
     }  # fmt: skip
     return field(default=default, metadata=metadata)
 

@@ -143,6 +143,28 @@ _SWITCHES = ("use_", "_config")
 """Beginning and end of PEFT's keys that switch a method on."""
 
 
+_IN_RUN = ("final", "adapter", "checkpoints/step-*/adapter", "step-*/adapter")
+"""Where adapters lie in a run, in a checkpoint of it, in a run without a result, and in a directory
+of checkpoints (`ftkit.runs.directory`, which is above recipes)."""
+
+
+def adapter_directory(path: Path) -> Path:
+    """The directory of the adapter that a path means, as the commands that use results take it.
+
+    Args:
+        path: an adapter, a run (its result, or its newest checkpoint if it has none), its
+            checkpoints or one of them; what is none of these is returned as it is.
+    """
+    path = path.expanduser()
+    if (path / CONFIG).exists():
+        return path
+    for pattern in _IN_RUN:
+        found = [inside for inside in path.glob(pattern) if (inside / CONFIG).is_file()]
+        if found:  # the newest: names of later steps are longer, or of the same length and greater
+            return max(found, key=lambda inside: (len(inside.parts[-2]), inside))
+    return path
+
+
 def adapter_keys(directory: Path) -> dict[str, Any]:
     """Read the recipe keys that an adapter determines.
 
@@ -239,6 +261,8 @@ def with_adapter(recipe: Recipe) -> Recipe:
     """
     if not isinstance(recipe, LoraRecipe) or recipe.adapter is None:
         return recipe
+    recipe = dataclasses.replace(recipe, adapter=adapter_directory(recipe.adapter))
+    assert recipe.adapter is not None
     keys = adapter_keys(recipe.adapter)
     if missing := [t for t in noted_tokens(recipe.adapter) if t not in recipe.added_tokens]:
         words = shlex.quote(json.dumps(noted_tokens(recipe.adapter)))
@@ -400,8 +424,9 @@ def peft_settings(directory: Path) -> dict[str, Any]:
     require_regular(file)
     if not file.is_file():
         raise UserError(
-            f"adapter is {directory}, but there is no {CONFIG}. Give the directory of a PEFT "
-            "adapter, such as a run's final/."
+            f"adapter is {directory}, but there is no {CONFIG}. Give a run of ftkit finetune, such "
+            "as out/finetune/lora, or the directory of a PEFT adapter. A whole model, such as the "
+            "result of ftkit finetune_full, is given as --checkpoint_dir."
         )
     with reading(file, "a JSON object with the settings of an adapter", advice=_AGAIN):
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -520,7 +520,8 @@ class Lora:
     lora_plus_ratio: Annotated[Tunable[float | None], above_0("16")] = None
     """LoRA+: learning rate of the matrices B as a multiple of that of A; 16 is usual."""
     adapter: Fixed[Path | None] = None
-    """Start from this PEFT adapter; its rank, scale, variant and layers are used."""
+    """Start from this adapter: a run, one of its checkpoints, or the directory of a PEFT adapter.
+    Its rank, scale, variant and layers are used."""
 
 
 @dataclass(frozen=True, kw_only=True)

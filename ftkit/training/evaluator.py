@@ -42,7 +42,13 @@ from ftkit.training.finite import diverged
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
 from ftkit.training.setup import Setup, result_stop_ids, result_template
-from ftkit.utils.console.formatting import marked, number_text, percent_text
+from ftkit.utils.console.formatting import (
+    marked,
+    number_text,
+    percent_text,
+    shortened,
+    shortened_within,
+)
 from ftkit.utils.progress import OnProgress
 
 _MOST_ROWS = 64
@@ -337,8 +343,12 @@ class Evaluator:
             else dataclasses.replace(known[0], after=answer)
         )
         self._journal.recorder.note(examples=[shown])
-        asked = " ".join(filter(None, (example.instruction, example.input, *shown.media_texts)))
-        self._journal.display.message(f"sample: {asked}\nanswer: {marked(answer)}")
+        # Cut as in the report's table: a base model's answer often has no end. The report has all.
+        asked = shortened_within(f"{example.instruction} {example.input}")
+        self._journal.display.message(
+            f"sample: {' '.join((asked, *shown.media_texts))}\n"
+            f"answer: {shortened(marked(answer)) or '(empty)'}"
+        )
 
 
 _Noted = TypeVar("_Noted", ExactMatch, AnswerScore)

@@ -10,6 +10,7 @@ from ftkit.data.prepare import Counts
 from ftkit.data.samples.sample_set import media_numbers
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.tokenizer import end_tokens
+from ftkit.recipe.recipe import Recipe
 from ftkit.runs.report.report import DataCounts, Source
 from ftkit.runs.report.table import losses_of_data_text
 from ftkit.training.recorder import Recorder
@@ -52,6 +53,7 @@ def log_data_summary(data: DataSets, journal: Journal) -> None:
             journal.warn(notice)
     of_all = {str(split): _report_counts(counts) for split, counts in data.counts.items()}
     journal.recorder.on_data(of_all, sources)
+    journal.recorder.note(shape=data.prompt_source.part.shape)
 
 
 def log_sets_summary(sets: ValidationSets, journal: Journal) -> None:
@@ -69,7 +71,7 @@ def log_sets_summary(sets: ValidationSets, journal: Journal) -> None:
 
 
 def log_findings(
-    data: DataSets, base: BaseModel, max_seq_length: int, validates: bool, journal: Journal
+    data: DataSets, base: BaseModel, max_seq_length: int, recipe: Recipe, journal: Journal
 ) -> None:
     """Show problems of the data, except for those that its counts already show."""
     evidence = Evidence(
@@ -78,7 +80,8 @@ def log_findings(
         end_ids=end_tokens(base.tokenizer_directory),
         max_seq_length=max_seq_length,
         model_context=base.architecture.context_length,
-        validates=validates,
+        validates=recipe.eval.validates,
+        settings=recipe.data,
     )
     for finding in findings(evidence):
         if finding.kind in REPORTED_BY_COUNTS:

@@ -441,7 +441,7 @@ def _read_data(
     log_data_summary(data, journal)
     log_sets_summary(sets, journal)
     if rank() == 0:
-        log_findings(data, base, longest, recipe.eval.validates, journal)
+        log_findings(data, base, longest, recipe, journal)
     return data, sets
 
 
@@ -741,6 +741,8 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
     journal.recorder.note(resolved=resolved)
     method = method_text(recipe.method, getattr(recipe, "peft", None))
     journal.display.message(summary_text(resolved, method))
+    if isinstance(recipe, LoraRecipe) and recipe.adapter is not None and setup.start.stored is None:
+        journal.display.message(f"starts from the adapter {recipe.adapter}, trained before")
     if shapes is not None and not shapes.pads_labels:
         journal.warn(
             f"objective is {recipe.objective['class_path']}, of a plugin: its labels are not "

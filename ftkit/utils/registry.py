@@ -178,6 +178,16 @@ def extension_names() -> list[str]:
     return sorted(path.parent.name for path in EXTENSIONS.glob("*/__init__.py"))
 
 
+def missing_extension(error: ModuleNotFoundError) -> str | None:
+    """The extension of ours that an import has not found; None: what it has not found is no such.
+
+    One extension may import another, and a folder may be taken away.
+    """
+    parts = (error.name or "").split(".")
+    is_ours = parts[:2] == ["ftkit", EXTENSIONS.name] and len(parts) > 2
+    return parts[2] if is_ours and parts[2] not in extension_names() else None
+
+
 def installed_rows() -> list[Installed]:
     """Rows that the entry points of installed packages name, without importing any of them.
 

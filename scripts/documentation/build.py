@@ -8,7 +8,7 @@ from pathlib import Path
 from sphinx.cmd.build import main as sphinx
 
 from documentation.checks import faults
-from documentation.sources import ROOT, write_sources
+from documentation.sources import ROOT, llms_text, write_sources
 
 HERE = Path(__file__).parent
 
@@ -29,6 +29,7 @@ def build(out: Path, *, external: bool = False) -> int:
     options += ["--doctree-dir", str(out / "doctrees")]
     if code := sphinx([*options, "--builder", "html", str(source), str(html)]):
         return int(code)
+    (html / "llms.txt").write_text(llms_text())
     if found := faults(html):
         print(*found, sep="\n", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ highlight_language = "none"
 html_theme = "furo"
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["site.css"]
-html_copy_source = False
+html_copy_source = True  # llms.txt names the Markdown of each page
 html_show_sourcelink = False
 html_show_copyright = False
 # The beginning of each page found would be fetched, which a browser refuses to pages from files.

@@ -17,6 +17,8 @@ CONTENTS = "docs/README.md"
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)\s#]+)")
 _PATH_AS_TEXT = re.compile(r"\[[\w/.-]+\.md\](?=\()")
 """The text of a link that is only the path of a document; the site shows the title instead."""
+_TO_PAGE = re.compile(r"\]\(([^)#]+\.md)(?:#[^)]*)?\)")
+"""A link to a page, perhaps to a part of it."""
 _CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _PART = re.compile(r"^##+ (.*)$", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[([^]]+)\]\(([^)]+)\.md\)", re.MULTILINE)
@@ -51,6 +53,21 @@ def write_sources(place: Path) -> None:
                 shutil.copyfile(ROOT / target, place / target)
     for path, made in reference_pages().items():
         _write(place / path, made)
+
+
+def llms_text() -> str:
+    """The contents for language models (llmstxt.org), with links to the Markdown of each page."""
+    text = _LINK.sub(lambda link: _joined(CONTENTS, link[0]), (ROOT / CONTENTS).read_text())
+    title, _, rest = text.partition("\n")
+    summary, _, parts = rest.strip().partition("\n\n")
+    pieces = _PART.split(parts)
+    written = [title, f"> {' '.join(summary.split())}"]
+    for name, body in zip(pieces[1::2], pieces[2::2], strict=True):
+        # An entry is a line; what else is said between the headings is for readers of the page.
+        entries = re.findall(r"^- .*(?:\n  .*)*", f"{_MADE.get(name, '')}{body}", re.MULTILINE)
+        listed = "\n".join(" ".join(entry.split()) for entry in entries)
+        written.append(f"## {name}\n\n" + _TO_PAGE.sub(r"](_sources/\1.txt)", listed))
+    return "\n\n".join(written) + "\n"
 
 
 def _to_index(document: str, text: str) -> str:

@@ -420,6 +420,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
         {"out_dir": "s3://bucket/run", "once": True, "interval": "5s"},
     ),
     ("watch out --serve 0", {"out_dir": "out", "serve": 0}),
+    ("watch out --serve", {"out_dir": "out", "serve": 0}),
+    ("watch --serve --interval 1s out", {"out_dir": "out", "serve": 0, "interval": "1s"}),
     (
         "checkpoints list out --format json --quiet",
         {"quiet": True, "out_dir": "out", "format": "json"},

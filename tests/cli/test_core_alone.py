@@ -159,6 +159,40 @@ def test_models_and_data_by_name_need_their_extension(core: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_an_interrupted_download_is_not_to_be_continued_by_a_command_that_is_missing(
+    core: Path, tmp_path: Path
+) -> None:
+    beside = make_llama(tmp_path / "model") / ".cache/huggingface/download"
+    beside.mkdir(parents=True)
+    (beside / "model.safetensors.x.incomplete").touch()
+    line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--checkpoint_dir=model")
+    ended = subprocess.run(line, capture_output=True, text=True, env=variables(core), cwd=tmp_path)
+    assert ended.returncode == 2 and "interrupted download" in ended.stderr, ended.stderr
+    assert "ftkit download" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_what_an_extension_needs_of_another_one_is_named_where_it_is_missing(
+    tmp_path: Path,
+) -> None:
+    missing = shutil.ignore_patterns("hub", "comparison", "__pycache__")
+    shutil.copytree(ROOT / "ftkit", tmp_path / "ftkit", ignore=missing)
+    (tmp_path / "sitecustomize.py").write_text(_WITHOUT_INSTALLED)
+    for words, extension in (
+        (("push", "out", "org/name"), "hub"),
+        (("watch", "out"), "comparison"),
+        (("sweep", "sweep.yaml"), "comparison"),
+    ):
+        line = command_line(*words)
+        ended = subprocess.run(
+            line, capture_output=True, text=True, env=variables(tmp_path), cwd=tmp_path
+        )
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+        said = " ".join(ended.stderr.split())
+        assert f"ftkit {words[0]} needs ftkit's extension {extension}, which is missing" in said
+
+
+@pytest.mark.slow
 def test_the_quick_start_trains_saves_resumes_and_reports(core: Path, tmp_path: Path) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
         line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--out_dir=out", *words)

@@ -316,6 +316,8 @@ def test_chat_answers_line_by_line_and_remembers(
     second = expected_answer(path, f"{alpaca(PROMPT)}{first.strip()}</s>{turn}")
     assert out == f"{first}\n{second}\n"
     assert "no history" not in err
+    # The answers alone can be piped, and are beside their questions where both are seen.
+    assert f"> {PROMPT}\n> the sun\n" in err
 
 
 @pytest.mark.extensions

@@ -110,13 +110,10 @@ def test_a_complete_run_in_a_notebook_shows_no_next_commands(start: Start, tmp_p
 @pytest.mark.extensions
 def test_chat_is_not_offered_without_a_result(tmp_path: Path) -> None:
     """As with a base of random weights, of which nothing is saved."""
-    run, other = RunDirectory(tmp_path / "a"), RunDirectory(tmp_path / "b run")
+    run = RunDirectory(tmp_path / "a")
     run.path.mkdir()
     lora = LoraRecipe(checkpoint_dir="base")
     assert next_commands(run, lora) == []
-    other.path.mkdir()
-    other.report.touch()
-    assert next_commands(run, lora) == [f"ftkit compare {run.path} '{other.path}'"]
     run.final.mkdir()
     assert next_commands(run, lora)[0] == f"ftkit chat {run.path}"
     reward = replace(lora, objective=Component(class_path="reward", init_args={}))

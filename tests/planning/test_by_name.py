@@ -122,10 +122,14 @@ def test_a_model_that_litgpt_knows_is_planned_where_no_hub_answers(
 
 @pytest.mark.slow
 def test_a_plan_of_lora_asks_for_the_settings_of_a_model_whose_names_litgpt_lacks(
-    served: Served,
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = refusal("microsoft/phi-2", "finetune")
     assert "config.json" in message and "ftkit download microsoft/phi-2" in message
+    with monkeypatch.context() as without:
+        without.setitem(vars(HUBS), "_of_extensions", {})  # the extension hub is missing
+        message = refusal("microsoft/phi-2", "finetune")
+        assert "config.json" in message and "ftkit download" not in message
     assert run(["plan", "finetune_full", "microsoft/phi-2", "--gpu", "h200"]) == 0
 
 

@@ -1081,6 +1081,26 @@ def test_several_changes_are_combined_where_one_is_not_enough(long_data: str) ->
 
 
 @pytest.mark.slow
+def test_the_plan_and_its_verdict_come_before_changes_are_tried(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[str] = []
+
+    def tried(*_: object) -> list[Change]:
+        before.append(capsys.readouterr().out)
+        return []
+
+    monkeypatch.setattr("ftkit.planning.command.changes_that_fit", tried)
+    words = ["plan", shallow(), "--train.max_seq_length", "64", "--gpu", "1MiB", "--fit"]
+    assert run(words) == 3
+    after = capsys.readouterr().out
+    assert says(before[0], "does not fit", "steps") and "does not fit" not in after
+    assert says(after, "No change")
+    run([*words, "--format", "json"])
+    assert before[1] == "" and json.loads(capsys.readouterr().out)["changes"] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "words", "following"),
     [

@@ -9,7 +9,8 @@ import pytest
 from messages import key_words
 
 from ftkit.errors import UserError
-from ftkit.recipe.peft_adapter import adapter_keys, peft_arguments, read_notes
+from ftkit.recipe.peft_adapter import adapter_keys, peft_arguments, read_notes, with_adapter
+from ftkit.recipe.recipe import LoraRecipe
 
 SOUND: dict[str, Any] = {
     "peft_type": "LORA",
@@ -33,6 +34,39 @@ OF_OTHERS: dict[str, Any] = {
 def adapter(directory: Path, **values: Any) -> Path:
     (directory / "adapter_config.json").write_text(json.dumps(SOUND | values))
     return directory
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "meant"),
+    [
+        ("run/final", ["final"], "run/final"),
+        ("run", ["final", "checkpoints/step-00000002/adapter"], "run/final"),
+        ("run", ["checkpoints/step-00000009/adapter", "checkpoints/step-00000010/adapter"],
+         "run/checkpoints/step-00000010/adapter"),
+        ("run", ["checkpoints/step-99999999/adapter", "checkpoints/step-100000000/adapter"],
+         "run/checkpoints/step-100000000/adapter"),
+        ("run/checkpoints", ["checkpoints/step-00000003/adapter"],
+         "run/checkpoints/step-00000003/adapter"),
+        ("run/checkpoints/step-00000002",
+         ["checkpoints/step-00000002/adapter", "checkpoints/step-00000003/adapter"],
+         "run/checkpoints/step-00000002/adapter"),
+    ],
+)  # fmt: skip
+def test_an_adapter_is_found_in_whatever_has_one(
+    given: str, there: list[str], meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in there:
+        (tmp_path / "run" / place).mkdir(parents=True)
+        adapter(tmp_path / "run" / place)
+    recipe = with_adapter(LoraRecipe(checkpoint_dir="base", adapter=Path(given)))
+    assert isinstance(recipe, LoraRecipe)
+    assert (recipe.adapter, recipe.lora_r) == (Path(meant), 8)
+
+
+def test_what_has_no_adapter_is_named_with_what_has_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=key_words(f"{tmp_path} ... run ... --checkpoint_dir")):
+        with_adapter(LoraRecipe(checkpoint_dir="base", adapter=tmp_path))
 
 
 @pytest.mark.parametrize(

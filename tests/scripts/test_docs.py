@@ -70,6 +70,18 @@ def test_keys_and_commands_are_documented_from_their_own_texts(site: Path) -> No
 
 
 @pytest.mark.slow
+def test_language_models_find_the_markdown_of_every_document(site: Path) -> None:
+    text = (site / "llms.txt").read_text()
+    assert text.startswith("# Documents of ftkit\n\n> ftkit fine-tunes ")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert [link for link in links if not (site / link).is_file()] == []
+    documents = {file.stem for file in (ROOT / "docs").glob("*.md")} - {"README"}
+    assert documents <= {Path(link).name.partition(".")[0] for link in links}
+    assert "_sources/reference/commands/index.md.txt" in links
+    assert all(line.startswith(("#", ">", "- [")) for line in text.splitlines() if line)
+
+
+@pytest.mark.slow
 def test_no_page_names_the_place_where_it_was_built(site: Path) -> None:
     texts = [f for f in site.rglob("*") if f.suffix in (".html", ".js", ".css", ".svg", ".txt")]
     place = re.compile("|".join(re.escape(str(path)) for path in (ROOT, site)))

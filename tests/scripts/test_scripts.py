@@ -276,7 +276,7 @@ case "$said" in
   *--only-binary*uv) [[ -e no_uv ]] && exit 1 ;;
   *uv_pip.py*) echo "uv ${said##*constraints.txt }" >>calls && cat uv_says 2>/dev/null && exit 1 ;;
   *"-m pip"*) echo "pip ${said##*constraints.txt }" >>calls && cat pip_says 2>/dev/null && exit 1 ;;
-  *version_info* | -V) exec {python} "$@" ;;
+  *version_info* | -V | "- half-installed"*) exec {python} "$@" ;;
   "- "*) [[ -e installed ]] && PYTHONPATH=installed exec {python} "$@"; exit 1 ;;
   *) exit 1 ;;
 esac
@@ -450,17 +450,46 @@ def test_set_up_installs_jupyter_on_request(setup: SetUp, options: list[str], wh
     assert setup.run("--notebook").stdout == ""
 
 
-def test_a_failed_set_up_shows_what_pip_said_and_starts_over_next_time(setup: SetUp) -> None:
+@pytest.fixture
+def cut_off(setup: SetUp) -> SetUp:
+    """A set-up that has failed once, and would not again."""
     for program in ("uv", "pip"):
         (setup.root / f"{program}_says").write_text("no matching distribution\n")
-    run = setup.run()
+    run = setup.run("--dev")
     assert run.returncode == 1
     assert "no matching distribution" in run.stderr
     for program in ("uv", "pip"):
         (setup.root / f"{program}_says").unlink()
-    setup.calls()
-    assert setup.run().returncode == 0
-    assert setup.calls()[: len(FRESH)] == FRESH
+    assert setup.calls()[0] == "venv"
+    return setup
+
+
+def test_a_set_up_that_was_cut_off_goes_on_with_its_options(cut_off: SetUp) -> None:
+    run = cut_off.run()
+    assert run.returncode == 0 and "going on" in run.stdout
+    assert cut_off.calls() == [*FRESH[1:], *install(".[dev]")]
+    assert cut_off.run().stdout == ""
+
+
+def test_what_was_cut_off_in_the_middle_is_installed_again(cut_off: SetUp) -> None:
+    packages = cut_off.root / ".venv/lib/python3.12/site-packages"
+    for name, size in (("whole", 4), ("cut", 9), ("gone", None), ("unrecorded", None)):
+        metadata = packages / f"{name}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        if size:
+            (packages / f"{name}.py").write_text("x=1\n")
+        if name != "unrecorded":
+            rows = f"{name}.py,sha256=x,{size or 4}\n{metadata.name}/RECORD,,\n"
+            (metadata / "RECORD").write_text(rows)
+    cut_off.run()
+    assert [path.name for path in packages.glob("*.dist-info")] == ["whole-1.0.dist-info"]
+
+
+def test_an_environment_that_was_not_made_is_made_anew(cut_off: SetUp) -> None:
+    stamp = cut_off.root / ".venv/ftkit_setup"
+    stamp.write_text(stamp.read_text().replace("installing", "unfinished"))
+    assert cut_off.run().returncode == 0
+    assert cut_off.calls()[: len(FRESH)] == FRESH
 
 
 def with_pip(calls: list[str]) -> list[str]:

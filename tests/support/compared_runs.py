@@ -1,5 +1,6 @@
 """Runs of every outcome as directories with reports and rows, made without any training."""
 
+import dataclasses
 import fcntl
 import math
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from ftkit.runs.report.report import (
     Report,
     Resolved,
     Resumed,
+    TermValues,
     Throughput,
     write_report,
 )
@@ -184,3 +186,10 @@ def make_all(root: Path) -> None:
     make_run(
         root / "ctrl-c", "interrupted", train__micro_batch_size=2, steps=12, peak_bytes=9 * GIB
     )
+
+
+def with_terms(report: Report, out: Path) -> None:
+    """Give a run what DPO reports beside its loss."""
+    names = ("accuracy", "chosen_reward", "rejected_reward", "margin", "chosen_logps", "nll")
+    terms = {name: TermValues(last=0.5, validation_last=0.5) for name in names}
+    write_report(dataclasses.replace(report, terms=terms), out)

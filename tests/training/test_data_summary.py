@@ -50,7 +50,7 @@ def test_complete_data_get_one_line(
 
 @pytest.mark.parametrize(
     ("overlong", "told"),
-    [("truncate", "cut to max_seq_length"), ("drop", "dropped (longer than max_seq_length)")],
+    [("truncate", "cut to max_seq_length"), ("drop", "left out (longer than max_seq_length)")],
 )
 def test_cut_dropped_and_skipped_samples_are_shown_with_their_share(
     tell: Any, tmp_path: Path, overlong: str, told: str

@@ -27,6 +27,7 @@ from ftkit.models.pretrained.base_model import fingerprint, open_base, read_blue
 from ftkit.planning.memory import predict
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.parsing import from_dict, read_recipe
+from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job
@@ -43,6 +44,7 @@ from ftkit.training.recorder import Recorder
 from ftkit.training.start import identities
 from ftkit.training.step import TrainStep
 from ftkit.utils.console.display import Display
+from ftkit.utils.console.formatting import marked
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, base: Path, data_file: Path)
         }
         values |= {key.replace("__", "."): value for key, value in changes.items()}
         overrides = [(key, json.dumps(value)) for key, value in values.items()]
-        recipe = read_recipe([], overrides, method=method)
+        recipe = with_adapter(read_recipe([], overrides, method=method))
         job = Job(
             recipe=recipe,
             devices=Devices(accelerator="cpu", count=2),
@@ -477,6 +479,27 @@ def test_validation_comes_before_during_and_after_training(train: Train) -> None
     assert "exact match before training: 0 % of 3 validation records" in log
     (example,) = result.report.examples
     assert example.before is not None and example.after is not None
+
+
+def test_an_answer_that_runs_on_is_cut_where_it_is_shown_and_whole_in_the_report(
+    train: Train,
+) -> None:
+    result = train(
+        "full", train__max_steps=1, eval__max_new_tokens=100, eval__final_validation=True
+    )
+    (example,) = result.report.examples
+    assert example.after is not None and len(marked(example.after)) > 240
+    log = (result.out_dir / "run.log").read_text()
+    shown = [line for line in log.splitlines() if "answer: " in line]
+    assert shown and all(len(line.partition("answer: ")[2]) <= 240 for line in shown)
+
+
+def test_a_run_says_which_adapter_it_starts_from(train: Train, lora: Result) -> None:
+    further = train("lora", adapter=str(lora.out_dir), train__max_steps=1)
+    log = (further.out_dir / "run.log").read_text()
+    assert f"starts from the adapter {lora.out_dir / 'final'}" in log
+    assert further.losses[0] < lora.losses[0], "it has learned"
+    assert "starts from" not in (lora.out_dir / "run.log").read_text()
 
 
 def test_every_step_has_a_row_and_the_report_its_sums(full: Result) -> None:

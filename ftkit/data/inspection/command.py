@@ -51,7 +51,7 @@ from ftkit.models.pretrained.base_model import checked_length, read_blueprint  #
 from ftkit.models.pretrained.model_files import has_tokenizer  # noqa: E402
 from ftkit.models.pretrained.places import fetch_settings, find_or_download, find_single_file  # noqa: E402
 from ftkit.models.pretrained.tokenizer import Tokenizer, end_tokens  # noqa: E402
-from ftkit.recipe.hubs import HUBS, as_owner_of  # noqa: E402
+from ftkit.recipe.hubs import HUBS, as_owner_of, or_download  # noqa: E402
 from ftkit.utils.progress import print_notice  # noqa: E402
 
 
@@ -173,6 +173,7 @@ def inspect_data(
         max_seq_length=limit,
         model_context=base.architecture.context_length,
         validates=recipe.eval.validates,
+        settings=recipe.data,
     )
     # Before truncation: the question is which limit would hold the samples.
     lengths = lengths_of(_whole_lengths(data.parts), limit)
@@ -203,7 +204,7 @@ def _tokenizer(directory: Path, checkpoint_dir: str, unreached: UserError | None
         raise UserError(
             f"checkpoint_dir {checkpoint_dir}: its tokenizer is not on this machine, and the hub "
             "does not answer. Copy tokenizer.json and tokenizer_config.json into "
-            f"{directory}, or try ftkit download {checkpoint_dir}."
+            f"{directory}{or_download(checkpoint_dir)}."
         )
     return Tokenizer(directory)
 

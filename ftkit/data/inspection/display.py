@@ -190,8 +190,8 @@ def _used_words(split: SplitNumbers) -> str:
     words = f"{split.used:,} of {split.records:,} records used, {split.samples:,} samples"
     lost = {
         "cut off": split.truncated,
-        "dropped for their length": split.dropped,
-        "shorter than data.min_tokens": split.short,
+        "left out (longer than max_seq_length)": split.dropped,
+        "left out (fewer tokens than data.min_tokens)": split.short,
         "cut into several": split.split,
         "split by turn": split.split_by_turn,
     }

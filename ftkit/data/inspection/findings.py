@@ -15,8 +15,10 @@ from ftkit.data.prepare import NO_LABELS, NO_REASONING, advice_for
 from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.samples.layout import IntArray
 from ftkit.data.samples.sample_set import Sample, SampleSet
+from ftkit.data.source_rows import OWN_NAME
 from ftkit.models.chat_templates import NO_TOOLS
 from ftkit.models.chat_templates.template import OF_TOKENIZER
+from ftkit.recipe.recipe import Component
 from ftkit.utils.console.formatting import percent_text, shortened
 
 if TYPE_CHECKING:
@@ -148,8 +150,10 @@ class Evidence:
     max_seq_length: int
     model_context: int
     """Tokens that the model takes at most."""
-    validates: bool = True
+    validates: bool
     """Whether the run computes a validation loss."""
+    settings: Component
+    """The recipe's data."""
 
     @cached_property
     def duplicates(self) -> _FoundDuplicates:
@@ -265,8 +269,8 @@ def nothing_trained(evidence: Evidence, part: LoadedPart) -> Finding | None:
     return Finding(
         kind="nothing_trained",
         severity="warning",
-        text=f"{lost:,} of {counts.records:,} records{evidence.of(part)} contain nothing to train "
-        f"on ({counted}).",
+        text=f"{lost:,} of {counts.records:,} records{evidence.of(part)} are left out, because "
+        f"nothing in them can be trained ({counted}).",
         advice=advice,
     )
 
@@ -281,7 +285,7 @@ def tools_dropped(evidence: Evidence, part: LoadedPart) -> Finding | None:
         kind="tools_dropped",
         severity="warning",
         text=f"The template leaves out tools or tool calls in {dropped:,} of {counts.records:,} "
-        f"records{evidence.of(part)}, so these records are not trained.",
+        f"records{evidence.of(part)}, so these records are left out.",
         advice=_advice(evidence, part, NO_TOOLS),
     )
 
@@ -361,15 +365,21 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
     shared, every = evidence.duplicates.val_in_train, len(evidence.data.val)
     if not shared or shared < _MANY_SHARED * every:
         return None
-    advice = (
-        "Remove duplicates from the data before a part of them is held out; of JSON data, "
-        "--data.drop_equal true does it."
-    )
-    if shared == every:
+    options = evidence.settings["init_args"]
+    if options.get("val_split_fraction") == 0:
         advice = (
-            "If data.val_split_fraction is 0, nothing is held out: try "
-            f"--data.val_split_fraction 0.05. Otherwise, {advice[0].lower()}{advice[1:]}"
+            "data.val_split_fraction is 0, so nothing is held out. Try --data.val_split_fraction "
+            "0.05."
         )
+    elif options.get("drop_equal"):
+        advice = (
+            "data.drop_equal is true, so their records differ, but only in what is no part of the "
+            "samples, such as what lies behind train.max_seq_length. Remove one of each two."
+        )
+    elif evidence.settings["class_path"].rpartition(".")[2] == OWN_NAME:
+        advice = "Try --data.drop_equal true, which keeps only the first of equal records."
+    else:
+        advice = "Remove duplicates from the data before a part of them is held out."
     return Finding(
         kind="train_in_validation",
         severity="warning",

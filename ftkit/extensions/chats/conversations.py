@@ -10,6 +10,7 @@ from ftkit.data.records.keys import CONVERSATION_KEYS, Refusal, is_empty
 from ftkit.data.records.media import MEDIA, PLACES, is_column, moved_places
 from ftkit.data.records.record import Misfit, Record, check_json, check_text, keys_of, kind_of
 from ftkit.data.records.shape_rows import CONVERSATION
+from ftkit.extensions.chats.agent_turns import as_messages, with_parameters
 from ftkit.extensions.chats.marks import (
     TRAIN_MARKS,
     arguments_of,
@@ -211,7 +212,7 @@ def unused_in(turns: Any, key: str) -> Iterator[str]:
         turns: messages, as they were read.
         key: where they stand.
     """
-    for turn in turns if isinstance(turns, list) else ():
+    for _, turn in as_messages(turns if isinstance(turns, list) else ()):
         sender, said = _keys_of_message(turn)
         if not turn.keys() <= _OF_MESSAGES[sender]:
             yield from unused_of((turn,), _OF_MESSAGES[sender], key)
@@ -251,7 +252,7 @@ def _messages(row: dict[str, Any], key: str, media: MediaOfRow) -> list[Record]:
         )
     messages: list[Record] = []
     may_join = False
-    for number, turn in enumerate(turns, 1):
+    for number, turn in as_messages(turns):
         message = _message(turn, f", message {number}", media)
         is_call = turn.get("role") == "tool_call"
         # ms-swift writes calls at one time as turns behind each other.
@@ -565,7 +566,7 @@ def _with_tools(record: Record, row: dict[str, Any]) -> Record:
         raise Misfit(f": tools is {kind_of(tools)}.\nMake it a list of functions, or remove it.")
     if not tools:
         return record
-    record["tools"] = [_tool(tool) for tool in tools]
+    record["tools"] = [_tool(with_parameters(tool)) for tool in tools]
     check_json(tools, "tools")
     return record
 

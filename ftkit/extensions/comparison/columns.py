@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.extensions.comparison.runs import ComparedRun, differing_settings
+from ftkit.extensions.comparison.runs import CROSS_ENTROPIES, ComparedRun, differing_settings
 from ftkit.recipe.recipe import METRICS
 from ftkit.runs.report import numbers
 from ftkit.runs.report.answers import score_text
@@ -21,6 +21,8 @@ from ftkit.utils.console.formatting import loss_text, number_text, percent_text
 from ftkit.utils.finite_numbers import finite
 from ftkit.utils.names import column_name, nearest
 
+_SETTINGS_FIRST = 3
+"""Most settings that a page shows before the results."""
 _FIRST_SETTINGS = 2
 """Settings that a narrow table keeps; others are left out first."""
 
@@ -70,6 +72,21 @@ def shown_columns(runs: list[ComparedRun]) -> list[Column]:
     """Return the columns of a table to read: without numbers that no run has."""
     measured = [column for column in number_columns(runs) if _says_something(column)]
     return [*name_columns(runs), *setting_columns(runs), *measured]
+
+
+def page_columns(runs: list[ComparedRun]) -> list[Column]:
+    """Return the columns of a page, whose right end may be out of sight.
+
+    Results come before many settings; among them, the numbers of single terms of an objective and
+    of single sources come after time, speed and memory.
+    """
+    columns = shown_columns(runs)
+    settings = [column for column in columns if column.is_setting]
+    single = {number.key for number in (*_term_numbers(runs), *_source_numbers(runs))}
+    last = [column for column in columns if column.key in single]
+    if len(settings) > _SETTINGS_FIRST:
+        last += settings
+    return [column for column in columns if column not in last] + last
 
 
 def name_columns(runs: list[ComparedRun]) -> list[Column]:
@@ -239,8 +256,7 @@ def _best(runs: list[ComparedRun], number: ReportNumber) -> frozenset[int]:
 def _validated(report: Report) -> str:
     """Objective that the validation of a run measures, with its options."""
     objective = report.recipe.get("objective") or {"class_path": "sft"}
-    # All of these are validated by plain cross-entropy, whatever they train.
-    if objective["class_path"] in ("sft", "dft", "eaft"):
+    if objective["class_path"] in CROSS_ENTROPIES:
         return "cross-entropy"
     return json.dumps(objective, sort_keys=True)
 

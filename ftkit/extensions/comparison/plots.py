@@ -191,7 +191,7 @@ h1 { font-size: 1.3rem; }
 .picture svg { width: 100%; height: auto; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.3rem 0.8rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th, td { padding: 0.3rem 0.5rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
 tr.out_of_memory td, tr.failed td, tr.killed td { color: #8a3a00; }
 p, li { color: #555; }
 """
@@ -203,13 +203,21 @@ def figure(runs: list[ComparedRun]) -> "Figure":
 
     names = [_name(run) for run in runs]
     with_curve = [i for i, run in enumerate(runs) if run.training.steps]
+    alike: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        alike.setdefault(run.loss_of, []).append(i)
     # Inches: a row of the legend for three runs, and a bar for each run.
-    heights = (4.2 + 0.25 * math.ceil(len(with_curve) / 3), 1.4 + 0.3 * len(runs))
+    above_in = 4.2 * len(alike) + 0.25 * math.ceil(len(with_curve) / 3)
+    heights = (above_in, 1.4 + 0.3 * len(runs))
     drawn = Figure(figsize=(12, sum(heights)), layout="constrained")
     above, below = drawn.subfigures(2, 1, height_ratios=heights, squeeze=False)[:, 0]
     # Each half has its own legend below it, which needs a figure of its own.
-    by_step, by_time = above.subplots(1, 2, sharey=True)
-    lines = _draw_losses(by_step, by_time, runs)
+    lines: dict[int, Line2D] = {}
+    panels = above.subplots(len(alike), 2, sharey="row", squeeze=False)
+    for (model, members), (by_step, by_time) in zip(alike.items(), panels, strict=True):
+        lines |= _draw_losses(by_step, by_time, runs, members)
+        if len(alike) > 1:
+            by_step.set_ylabel(f"{_cut(model)}\nloss (nats)", parse_math=False)
     _legend(above, [lines[i] for i in with_curve], [names[i] for i in with_curve], 3)
     memory, speed = below.subplots(1, 2, sharey=True)
     _draw_memory(memory, runs)
@@ -240,19 +248,22 @@ def _legend(
         text.set_parse_math(False)
 
 
-def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "list[Line2D]":
-    """Draw a curve for each run."""
+def _draw_losses(
+    by_step: "Axes", by_time: "Axes", runs: list[ComparedRun], members: list[int]
+) -> "dict[int, Line2D]":
+    """Draw a curve for each of the runs with these indices; return their lines in the legend."""
     from matplotlib.lines import Line2D
 
-    longest = max((len(run.training.steps) for run in runs), default=0)
+    drawn = [runs[i] for i in members]
+    longest = max((len(run.training.steps) for run in drawn), default=0)
     # The longest run decides for all, so that the curves are equally smooth.
     window = 1 if longest <= _RAW_POINTS else max(2, longest // 20)
     unit_s, unit = _time_unit(
-        max((s for run in runs for s in run.training.seconds[-1:]), default=0)
+        max((s for run in drawn for s in run.training.seconds[-1:]), default=0)
     )
     thick, validations = (4.5, None) if len(runs) <= _FEW else (2.4, 1)
-    lines, every = [], []
-    for i, run in enumerate(runs):
+    lines, every = {}, list[float]()
+    for i, run in zip(members, drawn, strict=True):
         color, dash = _look(i)
         # Thick lines lie below thin ones, so that equal curves can all be seen.
         width = thick - (thick - 1.3) * i / max(len(runs) - 1, 1)
@@ -282,10 +293,10 @@ def _draw_losses(by_step: "Axes", by_time: "Axes", runs: list[ComparedRun]) -> "
             )  # fmt: skip
         every += losses + [loss for _, loss in points]
         # Lines of the legend; the thinnest curves would be hard to tell apart there.
-        lines.append(Line2D([], [], color=color, linestyle=dash, linewidth=max(width, 2)))
+        lines[i] = Line2D([], [], color=color, linestyle=dash, linewidth=max(width, 2))
     mean = f", mean of {window} steps" if window > 1 else ""
     which = "last validation" if validations else "validation"
-    points_are = f"; points: {which}" if any(run.validation for run in runs) else ""
+    points_are = f"; points: {which}" if any(run.validation for run in drawn) else ""
     by_step.set(title=f"Loss by step{mean}{points_are}", xlabel="step", ylabel="loss (nats)")
     by_time.set(title="Loss by time of training", xlabel=unit)
     # A logarithmic scale has no place for 0.
@@ -375,7 +386,12 @@ def _look(i: int) -> tuple[str, Dash]:
 
 def _name(run: ComparedRun) -> str:
     """Name of a run, cut to fit a picture."""
-    name = shown(run.name)
+    return _cut(run.name)
+
+
+def _cut(name: str) -> str:
+    """Name of a run or a model, cut to fit a picture."""
+    name = shown(name)
     # The end of a path tells most.
     return name if len(name) <= _NAME else f"...{name[-_NAME + 3 :]}"
 

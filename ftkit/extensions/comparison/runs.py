@@ -25,6 +25,8 @@ from ftkit.utils.urls import display_path, local_path, url_of
 
 _NOT_COMPARED = ("out_dir", "resume", "access_token", "log")
 """Keys of a recipe that do not affect what a run computes."""
+CROSS_ENTROPIES = ("sft", "dft", "eaft")
+"""Objectives that are validated by plain cross-entropy, whatever they train."""
 _DEFAULTS = {f.name: f.default for f in fields(LoraRecipe) if f.default is not MISSING} | {
     "peft": LORA  # by its name alone
 }
@@ -76,6 +78,14 @@ class ComparedRun:
     def resolved(self) -> Resolved:
         """Resolved values of the recipe, as far as they are known."""
         return self.report.resolved or Resolved()
+
+    @property
+    def loss_of(self) -> str:
+        """What its loss is of: losses of another model or objective are on another scale."""
+        recipe = self.report.recipe
+        objective = (recipe.get("objective") or {}).get("class_path", "sft")
+        model = str(recipe.get("checkpoint_dir", ""))
+        return model if objective in CROSS_ENTROPIES else f"{model}, {objective}"
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ftkit.extensions.comparison.columns import (
     all_columns,
     distinct,
     number_columns,
+    page_columns,
     setting_columns,
     shown_columns,
 )
@@ -148,17 +149,9 @@ def as_json(runs: list[ComparedRun], left_out: Sequence[LeftOutRun]) -> dict[str
     }
 
 
-_SETTINGS_FIRST = 3
-"""Most settings that a page shows before the results."""
-
-
 def comparison_as_html(runs: list[ComparedRun]) -> str:
     """Return the table as HTML with its notes; it needs no style sheet."""
-    columns = shown_columns(runs)
-    settings = [column for column in columns if column.is_setting]
-    if len(settings) > _SETTINGS_FIRST:  # so that results can be seen without scrolling
-        others = [column for column in columns if not column.is_setting]
-        columns = [*others, *settings]
+    columns = page_columns(runs)
     heads = "".join(
         _html_cell("th", column, column.label, title=column.meaning) for column in columns
     )

@@ -20,7 +20,7 @@ ROWS = (
         name="convert",
         summary="print the recipe that a file of axolotl, LLaMA-Factory or TRL becomes",
         text="Print the recipe that a configuration file of axolotl, LLaMA-Factory or "
-        "TRL becomes, and an explanation of each key; ftkit finetune FILE.yml trains it "
+        "TRL becomes, and behind it an explanation of each key; ftkit finetune FILE.yml trains it "
         "directly. A key that is absent has that program's default. A file with which ftkit "
         "would learn something else is refused, and the message names the keys; --without KEY "
         "accepts the difference. Nothing is downloaded.",

@@ -25,10 +25,11 @@ def print_converted(options: ConvertOptions) -> int:
         UserError: no other program reads the file, or ftkit would learn something else.
     """
     translation, _ = converted(str(options.file), options.terms)
+    print(dump_yaml(with_secrets_hidden(nested(translation))))
+    # Behind the recipe, which they would push out of sight, and as comments: all of it is the file.
     for line in explained(str(options.file), translation, options.terms):
         for part in textwrap.wrap(line, _WIDTH, subsequent_indent="    ") or [""]:
             print_shown(f"# {part}".rstrip())
-    print(dump_yaml(with_secrets_hidden(nested(translation))), end="")
     return 0
 
 
@@ -46,7 +47,7 @@ def converted(file: str, terms: Terms) -> tuple[Translation, Recipe]:
 def explained(file: str, translation: Translation, terms: Terms) -> Iterator[str]:
     """An explanation of each key of a file, a line each."""
     name = translation.program.name
-    yield f"The recipe that {file} becomes, a file of {name}."
+    yield f"This recipe is what {file} becomes, a file of {name}."
     yield terms.batch_text
     groups = (("Became keys of ftkit:", "ours"), ("Have no effect here:", "no effect"))
     for title, kind in groups:

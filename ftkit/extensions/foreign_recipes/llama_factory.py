@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from ftkit.extensions.foreign_recipes import trainer
@@ -42,6 +43,7 @@ _INFO: Accepts = {"*": {"file_name": "text", "hf_hub_url": "text", "split": "tex
                         "subset": "text", "formatting": "text", "columns": _TEXTS,
                         "tags": _TEXTS}}  # fmt: skip
 """Content of dataset_info.json."""
+_LIST = "dataset_info.json"
 _REMOTE = "REMOTE:"
 """Before the name of a data set of the hub, as dataset_dir."""
 
@@ -409,13 +411,20 @@ def _sources(r: Reading, names: list[str] | None, options: dict[str, Any]) -> li
         return [_of_hub(r, {"hf_hub_url": name}) for name in found]
     info = _info(r, folder)
     if info is None:
-        r.refuse("dataset_dir", f"{folder}/dataset_info.json, which cannot be read here")
+        # By the key that files have: --without cannot name dataset_dir where it is the default.
+        file = f"{folder}/{_LIST}"
+        place = file if folder.startswith(_REMOTE) else Path(file).absolute()
+        r.refuse(
+            "dataset",
+            f"{', '.join(found)} would be an entry of {place}, which cannot be read here; "
+            "dataset_dir names its folder",
+        )
     sources = []
     for name in found:
         entry = (info or {}).get(name)
         if entry is None:
             if info is not None:
-                r.refuse("dataset", f"{name} is not in {folder}/dataset_info.json")
+                r.refuse("dataset", f"{name} is not in {folder}/{_LIST}")
             sources.append({"path": f"{folder}/{name}.json"})
             continue
         sources.append(_source(r, entry, folder))
@@ -426,12 +435,12 @@ def _sources(r: Reading, names: list[str] | None, options: dict[str, Any]) -> li
 
 def _info(r: Reading, folder: str) -> dict[str, Any] | None:
     """Content of dataset_info.json, which may be in a data set of the hub; None: it is not here."""
-    file, hub = f"{folder}/dataset_info.json", folder.removeprefix(_REMOTE)
+    file, hub = f"{folder}/{_LIST}", folder.removeprefix(_REMOTE)
     try:
         if hub != folder:
             from huggingface_hub import hf_hub_download
 
-            file = hf_hub_download(hub, "dataset_info.json", repo_type="dataset")
+            file = hf_hub_download(hub, _LIST, repo_type="dataset")
         found = trainer.existing(file)
         info = json.loads(found.read_text("utf-8")) if found and found.is_file() else None
     except (OSError, ValueError, RecursionError):  # those of the hub are the first two

@@ -42,6 +42,7 @@ from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import Adapter, read_adapter
 from ftkit.models.pretrained.base_model import BaseModel, fingerprint, open_base
 from ftkit.objectives.companion import sequence_log_probabilities
+from ftkit.recipe.hubs import or_download
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.recipe.recipe_sections import without_rounding
@@ -309,7 +310,7 @@ def compute_references(
         raise UserError(
             f"reference: the log-probabilities of {count:,} samples under the reference model are "
             "in no checkpoint and not in the cache of this machine, and neither is the model. "
-            "Fetch it with ftkit download, and try again."
+            f"Copy its directory to where its recipe has it{or_download('ORG/NAME')}."
         )
     saving = _Saving(cache, values, warn)
     try:

@@ -130,6 +130,16 @@ _KINDS = {
     ("litgpt", False): "A full fine-tune, in LitGPT's layout",
 }
 """Descriptions by kind of the result, and whether LoRA made it."""
+_ASKED = {
+    "instruction": "Name three colours.",
+    "completion": "The opposite of dry is",
+    "text": "Once upon a time",
+}
+"""What is asked of a model that was trained on such records; of others it is `_GREETING`. Never a
+record itself, which may be nobody else's business: cards are published."""
+_GREETING = "Hello!"
+_INPUT = "red, small, blue, green, loud"
+"""What is asked about, where records have an input beside their instruction."""
 _ANSWER = """
 messages = [{"role": "user", "content": "Hello!"}]
 inputs = tokenizer.apply_chat_template(
@@ -358,6 +368,8 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     elif is_whole:
         special = _USAGE_OF_WHOLE
     usage = special.get(kind, _USAGE[kind])
+    if not scores and media is None:
+        usage = _asking(usage, report)
     if _model_type(base_directory) in _HEARING:
         usage = usage.replace("AutoModelForImageTextToText", _OF_HEARING)
     parts = [
@@ -370,6 +382,16 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
         f"## Licence\n\n{_licence_text(kind, base)}",
     ]
     return "\n".join(parts)
+
+
+def _asking(usage: str, report: Report) -> str:
+    """Code that asks as the training data do: a model knows no other way."""
+    text = _ASKED.get(report.shape or "", _GREETING)
+    message = {"role": "user", "content": text}
+    if report.shape == "instruction" and any(example.input for example in report.examples):
+        message = {"role": "user", "content": "Which of these are colours?", "input": _INPUT}
+    asked = json.dumps({"role": "user", "content": _GREETING})
+    return usage.replace(asked, json.dumps(message)).replace(f'"{_GREETING}"', f'"{text}"')
 
 
 def _model_type(base: Path | None) -> str | None:

@@ -13,9 +13,11 @@ class WatchOptions:
 
     out_dir: Path = word("OUT_DIR", takes_url=True)
     """out_dir of the run: a directory, s3://, gs:// or az://."""
-    serve: int | None = option(None, placeholder="PORT", example=8321, least=0, most=65535)
-    """Show the run, or all runs of a directory, as a web page on this port of this machine; 0: any
-    free port."""
+    serve: int | None = option(
+        None, placeholder="PORT", example=8321, least=0, most=65535, alone="0"
+    )
+    """Show the run, or all runs of a directory, as a web page on this port of this machine; without
+    a port, or with 0, on a free one."""
     once: bool = False
     """Show the current state of the run once, and exit."""
     interval: str = option("2s", placeholder="DURATION")
@@ -35,7 +37,7 @@ ROWS = (
         examples=(
             "out/finetune/lora",
             "out/finetune/lora --once",
-            "out --serve 8321",
+            "out --serve",
         ),
     ),
 )

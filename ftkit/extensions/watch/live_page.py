@@ -145,13 +145,13 @@ class RunSnapshots:
         try:
             status = metrics.stat()
         except OSError:
-            return {"name": run.name, "points": []}
+            return {"name": run.name, "of": run.loss_of, "points": []}
         # A long run takes longer to thin out than the interval: an unchanged file is skipped.
         stamp, place = (status.st_size, status.st_mtime_ns), run.files.path
         if place not in self._losses or self._losses[place][0] != stamp:
             rows = self._watcher(run).rows.read_on()
             self._losses[place] = stamp, _by_step(rows, "loss", run.name, noisy=True)
-        return {**self._losses[place][1], "name": run.name}
+        return {**self._losses[place][1], "name": run.name, "of": run.loss_of}
 
     def _in_full(self, run: ComparedRun) -> dict[str, Any] | None:
         try:

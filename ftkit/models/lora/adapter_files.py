@@ -35,6 +35,7 @@ from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, stor
 from ftkit.models.pretrained.save import save_beside
 from ftkit.models.pretrained.weight_files import load_pickled
 from ftkit.recipe.adapter_types import is_adapter
+from ftkit.recipe.hubs import or_download
 from ftkit.recipe.peft_adapter import (
     BASE_KEY,
     CONFIG,
@@ -72,7 +73,7 @@ def check_adapter(base: BaseModel, lora: Lora) -> None:
         raise UserError(
             f"checkpoint_dir {base.name}: a plan of LoRA needs its config.json, from which the "
             "names of its layers follow. LitGPT's sizes, which are known by name, lack them. "
-            f"Put config.json into {base.directory}, or try ftkit download {base.known_as}."
+            f"Put config.json into {base.directory}{or_download(base.known_as)}."
         )
     if naming is None:
         raise UserError(

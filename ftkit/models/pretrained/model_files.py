@@ -8,6 +8,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.stored_forms import quantized_weights, stored_form
+from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.utils.damaged_files import reading, require_regular
 
@@ -74,7 +75,8 @@ def missing_files(directory: Path) -> list[str]:
     """
     # Checked first: the files that are there may look complete without the unfinished ones.
     if incomplete_files(directory):
-        return ["the rest of an interrupted download (run ftkit download again)"]
+        works = " (run ftkit download again)" if any(HUBS) else ""
+        return [f"the rest of an interrupted download{works}"]
     if layout_in(directory) != HF:
         return []
     require_regular(settings := directory / "config.json")

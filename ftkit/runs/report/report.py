@@ -599,6 +599,8 @@ class Report:
     """Seconds of a step by part."""
     data: dict[str, DataCounts] = field(default_factory=dict)
     """Counts by split."""
+    shape: str | None = None
+    """Shape of the records by which the result is prompted, such as messages; None: not known."""
     sources: dict[str, Source] = field(default_factory=dict)
     """Counts and losses of each source of the data by its name, where there are several."""
     sets: dict[str, Source] = field(default_factory=dict)

@@ -532,8 +532,8 @@ def losses_of_data_text(counts: DataCounts) -> str:
             and f"{counts.skipped_no_labels:,} left out (answer lies beyond max_seq_length)",
             *(f"{count:,} left out ({reason})" for reason, count in counts.refused.items()),
             counts.truncated and f"{counts.truncated:,} cut to max_seq_length",
-            counts.dropped and f"{counts.dropped:,} dropped (longer than max_seq_length)",
-            counts.short and f"{counts.short:,} dropped (fewer tokens than data.min_tokens)",
+            counts.dropped and f"{counts.dropped:,} left out (longer than max_seq_length)",
+            counts.short and f"{counts.short:,} left out (fewer tokens than data.min_tokens)",
             counts.split and f"{counts.split:,} cut into several samples",
             counts.split_by_turn
             and f"{counts.split_by_turn:,} split by turn (text or tokens before it change)",

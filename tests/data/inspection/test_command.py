@@ -41,7 +41,7 @@ def test_text_goes_to_standard_output_and_nothing_is_written(
     # On a slow machine the phase is shown.
     assert all(line.startswith("reading data") for line in ended.stderr.splitlines())
     assert "data for " in ended.stdout and "·</s>⟧" in ended.stdout
-    assert "val_split_fraction 0.05" in ended.stdout and "duplicates" in ended.stdout
+    assert "--data.drop_equal true" in ended.stdout and "duplicates" in ended.stdout
     assert max(map(len, ended.stdout.splitlines())) <= 80
     assert list(tmp_path.iterdir()) == []
 

@@ -134,7 +134,7 @@ def test_records_without_an_answer_are_counted_with_their_reason(
     assert left_out.reason == "no output" and left_out.records == train.records - train.used
     assert '"output": " "' in left_out.example
     found = only(seen, "nothing_trained")
-    text = f"{left_out.records} of {train.records} records contain nothing to train on"
+    text = f"{left_out.records} of {train.records} records are left out"
     assert text in found.text
 
 
@@ -302,12 +302,25 @@ def test_duplicates_that_fall_into_both_splits_are_found(model: Path, tmp_path: 
     assert seen.duplicates.val_in_train_examples[0].startswith("<s>Below is an instruction")
     assert "What is number" in seen.duplicates.val_in_train_examples[0]
     assert "val_split_fraction" not in found.advice
+    assert says(found.advice, "--data.drop_equal true")
+    assert look_again(model, tmp_path / "data.jsonl", found).duplicates.val_in_train == 0
+
+
+def test_duplicates_that_are_kept_in_spite_of_the_setting_get_other_advice(
+    model: Path, tmp_path: Path
+) -> None:
+    records = [{"instruction": "red", "output": f"{'sun ' * 300}{i}"} for i in range(40)]
+    data = write_records(tmp_path / "data.jsonl", records)
+    seen = look(model, data, data__drop_equal=True)
+    found = only(seen, "train_in_validation")
+    assert says(found.advice, "data.drop_equal is true ... train.max_seq_length")
 
 
 def test_validation_on_training_data_is_found(model: Path, tmp_path: Path) -> None:
     data = write_records(tmp_path / "data.jsonl", questions(30))
     found = only(look(model, data, data__val_split_fraction=0), "train_in_validation")
-    assert says(found.advice, "data.val_split_fraction 0.05")
+    assert says(found.advice, "is 0 ... data.val_split_fraction 0.05")
+    assert "drop_equal" not in found.advice
     never = {"eval__interval": 0, "eval__final_validation": False}
     assert kinds(look(model, data, data__val_split_fraction=0, **never)) == set()
 
@@ -401,7 +414,7 @@ def test_each_source_is_named_where_there_are_several(model: Path, tmp_path: Pat
     overrides = [("checkpoint_dir", str(model)), ("data", "JSON"), ("data.sources", str(sources))]
     seen = inspect_data([], overrides, show=4, progress=lambda *_: None)
     assert [source.train.records for source in seen.sources] == [38, 38]
-    assert says(only(seen, "nothing_trained").text, "records of bad ... contain nothing")
+    assert says(only(seen, "nothing_trained").text, "records of bad ... left out")
     assert {sample.source for sample in seen.samples} == {source.name for source in seen.sources}
     assert [sample.number for sample in seen.samples] == [0, 19, 0, 18]
 

@@ -184,6 +184,17 @@ def test_a_terminal_without_these_characters_gets_others() -> None:
     assert text.isascii()
 
 
+def test_records_and_samples_that_are_not_used_are_left_out_in_one_word() -> None:
+    numbers = dataclasses.replace(SPLIT, dropped=3, short=4)
+    source = dataclasses.replace(SOURCE, train=numbers)
+    text = plain_text(
+        InspectionText(dataclasses.replace(make_inspection(), sources=[source])), width=200
+    )
+    assert "3 left out (longer than max_seq_length)" in text
+    assert "4 left out (fewer tokens than data.min_tokens)" in text
+    assert "2 left out: no output" in text
+
+
 def test_numbers_say_what_they_mean_for_the_limit() -> None:
     text = plain_text(InspectionText(make_inspection()))
     assert "12 conversations (messages)" in text

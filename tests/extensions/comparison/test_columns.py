@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from compared_runs import make_run
+from compared_runs import make_run, with_terms
 
 from ftkit.extensions.comparison.columns import setting_columns
 from ftkit.extensions.comparison.compare import compare
@@ -22,3 +22,14 @@ def test_on_a_page_results_stand_before_many_settings(tmp_path: Path) -> None:
         make_run(tmp_path / name, **varied)
     labels = re.findall(r"<th[^>]*>([^<]*)", compare([tmp_path])._repr_html_())
     assert labels.index("loss") < labels.index("epochs")
+
+
+def test_on_a_page_time_speed_and_memory_stand_before_single_terms(tmp_path: Path) -> None:
+    for name in "ab":
+        with_terms(make_run(tmp_path / name), tmp_path / name)
+    labels = re.findall(r"<th[^>]*>([^<]*)", compare([tmp_path])._repr_html_())
+    terms = [
+        i for i, label in enumerate(labels) if label.startswith("val ") and label != "val loss"
+    ]
+    assert len(terms) == 6
+    assert terms[0] > max(map(labels.index, ("time", "tokens/s", "peak memory")))

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -22,6 +23,9 @@ from ftkit.cli.app import run
 from ftkit.extensions.comparison import plots
 from ftkit.extensions.comparison.columns import in_order, number_columns
 from ftkit.extensions.comparison.compare import compare
+from ftkit.launch.conclude import next_commands
+from ftkit.recipe.recipe import LoraRecipe
+from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.answers import AnswerScore, TaskScore
 from ftkit.runs.report.report import ChosenResult, PeakMemory, Source, read_report, write_report
 from ftkit.strategies.step_memory import StepMemory
@@ -384,6 +388,30 @@ def test_sort_puts_the_best_or_lowest_first_and_missing_values_last(
 # --- What is compared -----------------------------------------------------------------------------
 
 
+def test_a_run_ends_with_its_comparison_to_the_newest_run_of_its_data_and_model(
+    tmp_path: Path,
+) -> None:
+    ours = {"data__path": "chats.jsonl"}
+    others = {
+        "same": ours,
+        "b run": ours | {"lora_r": 64},
+        "other data": {"data__path": "documents.jsonl"},
+        "other model": ours | {"checkpoint_dir": "larger"},
+    }
+    make_run(tmp_path / "a", **ours)
+    recipe = LoraRecipe(checkpoint_dir="base")
+    commands = []
+    for second, (name, keys) in enumerate(others.items()):
+        make_run(tmp_path / name, **keys)
+        os.utime(tmp_path / name, (second, second))
+        commands.append(next_commands(RunDirectory(tmp_path / "a"), recipe))
+    this = f"ftkit compare {tmp_path / 'a'}"
+    with_space = [f"{this} '{tmp_path / 'b run'}'"]
+    assert commands == [[f"{this} {tmp_path / 'same'}"], with_space, with_space, with_space]
+    (tmp_path / "b run/report.json").write_text("{")
+    assert next_commands(RunDirectory(tmp_path / "a"), recipe) == commands[0]
+
+
 def test_a_default_micro_batch_is_compared_by_its_resolved_value(tmp_path: Path) -> None:
     make_run(tmp_path / "one", train__micro_batch_size=1)
     left_open = make_run(tmp_path / "open")
@@ -602,6 +630,25 @@ def test_every_run_has_its_curve_by_step_and_by_time(matplotlib: Any, out: Path)
     ends = [line.get_xdata()[-1] for line in by_time.lines if len(line.get_xdata()) > 4]
     assert ends == pytest.approx([20, 32, 6])
     assert len({line.get_color() for line in curves}) == 4
+
+
+def test_runs_of_other_models_and_objectives_have_scales_of_their_own(
+    matplotlib: Any, tmp_path: Path
+) -> None:
+    dpo = {"class_path": "dpo", "init_args": {}}
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", checkpoint_dir="larger", final_loss=40)
+    make_run(tmp_path / "c", final_loss=0.01)
+    make_run(tmp_path / "d", objective=dpo)
+    _, figure, _ = panels(tmp_path)
+    by_step = {axes.get_ylabel(): axes for axes in figure.axes if "loss" in axes.get_ylabel()}
+    assert set(by_step) == {f"{of}\nloss (nats)" for of in ("base", "larger", "base, dpo")}
+    assert by_step["larger\nloss (nats)"].get_ylim()[0] > 30
+    assert by_step["base\nloss (nats)"].get_ylim()[1] < 5
+    curves = [line for axes in by_step.values() for line in axes.lines if len(line.get_xdata()) > 4]
+    assert len(curves) == 4 == len({line.get_color() for line in curves})
+    legend, _ = (part.legends[0] for part in figure.subfigs)
+    assert {text.get_text() for text in legend.get_texts()} == {"a", "b", "c", "d"}
 
 
 def test_memory_is_stacked_up_to_the_peak_beside_the_limit(matplotlib: Any, out: Path) -> None:

@@ -43,6 +43,12 @@ def test_the_printed_recipe_trains_what_the_file_trains(printed: str, tmp_path: 
     assert read_recipe([again]) == read
 
 
+def test_the_recipe_comes_before_what_is_said_of_it(printed: str) -> None:
+    recipe, _, notes = printed.partition("\n\n")
+    assert yaml.safe_load(recipe) == yaml.safe_load(printed)
+    assert all(line.startswith("#") for line in notes.splitlines())
+
+
 @pytest.mark.parametrize(
     "told",
     [

@@ -988,10 +988,22 @@ def test_a_directory_of_data_sets_may_be_on_the_hub(
     assert (found["path"], found["data_files"], found["split"]) == (
         "org/sets", "own.json", "train[:5]")  # fmt: skip
     message = refusal(FACTORY, dataset_dir="REMOTE:org/gone")
-    assert says(message, "dataset_dir ... REMOTE:org/gone/dataset_info.json")
+    assert says(message, "dataset ... own ... REMOTE:org/gone/dataset_info.json ... dataset_dir")
     assert "own is not in" not in message
     online = keys_of(FACTORY, dataset_dir="ONLINE", dataset="org/a, org/b")["data"]["init_args"]
     assert [source["path"] for source in online["sources"]] == ["org/a", "org/b"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"dataset_dir": None}])
+def test_a_missing_list_of_data_sets_is_named_with_the_entry_of_the_file(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "data/dataset_info.json").unlink()
+    message = refusal(FACTORY, dataset="mine", **keys)
+    assert says(message, f"dataset ... mine ... {tmp_path}/data/dataset_info.json ... dataset_dir")
+    # What the message offers is possible, also where the file leaves the folder to its default.
+    assert says(message, "--without dataset.")
+    assert keys_of(FACTORY, "dataset", dataset="mine", **keys)["data"]
 
 
 def test_data_sets_of_llama_factory_are_found_by_name() -> None:

@@ -22,6 +22,7 @@ from ftkit.extensions.other_models.second_model import check_context, check_toke
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.objectives.objective import Batch
 from ftkit.recipe.devices import Devices
+from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.objectives import model_beside
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter
@@ -178,7 +179,11 @@ def test_only_what_a_run_takes_is_computed_and_a_longer_run_adds_the_rest(
 
 @pytest.mark.slow
 def test_a_run_resumes_where_base_model_and_cache_are_gone(
-    train: TrainPairs, computed: Computed, base: Path, tmp_path: Path
+    train: TrainPairs,
+    computed: Computed,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = train("full", "whole")
     half = train("full", "half", stop_after=2)
@@ -193,6 +198,10 @@ def test_a_run_resumes_where_base_model_and_cache_are_gone(
     with pytest.raises(UserError) as refused:
         train("full", "more", start=half, eval__sets={"more": str(more)})
     assert says(str(refused.value), "reference ... 5 samples ... ftkit download")
+    monkeypatch.setitem(vars(HUBS), "_of_extensions", {})  # the extension hub is missing
+    with pytest.raises(UserError) as refused:
+        train("full", "without", start=half, eval__sets={"more": str(more)})
+    assert says(str(refused.value), "5 samples") and "ftkit download" not in str(refused.value)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.extensions.publish.model_card import BaseOrigin, DataOrigin, card_metadata, card_text
 from ftkit.extensions.publish.push import upload
+from ftkit.runs.report.answers import AnsweredExample
 from ftkit.runs.report.report import ChosenResult
 from ftkit.utils import progress
 from ftkit.utils.console.formatting import number_text
@@ -349,6 +350,10 @@ def test_a_result_has_a_card_with_what_was_measured(ended: dict[str, Ended]) -> 
     assert str(ended["full"].out_dir.parent) not in card.text, "a directory of this machine"
 
 
+def test_a_report_says_of_what_shape_the_records_are(ended: dict[str, Ended]) -> None:
+    assert ended["full"].report.shape == "instruction"
+
+
 def test_a_card_says_which_weights_a_result_has(ended: dict[str, Ended]) -> None:
     report = ended["full"].report
     text = card_text(report, None, "hf")
@@ -360,6 +365,28 @@ def test_a_card_says_which_weights_a_result_has(ended: dict[str, Ended]) -> None
         result=ChosenResult(step=3, validation_loss=1.5),
     )
     assert says(card_text(chosen, None, "hf"), "step 3 ... lowest validation loss ... decay 0.99")
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "asked"),
+    [
+        ("messages", "", '"content": "Hello!"}]'),
+        (None, "", '"content": "Hello!"}]'),
+        ("instruction", "", '"content": "Name three colours."}]'),
+        ("instruction", "a b", '"content": "Which of these are colours?", "input": "red, '),
+        ("completion", "", '"content": "The opposite of dry is"}]'),
+        ("text", "", '"content": "Once upon a time"}]'),
+    ],
+)
+def test_a_card_asks_the_kind_of_question_that_the_data_ask(
+    ended: dict[str, Ended], shape: str | None, given: str, asked: str
+) -> None:
+    example = AnsweredExample(instruction="a secret", input=given)
+    report = dataclasses.replace(ended["full"].report, shape=shape, examples=[example])
+    for kind in ("adapter", "hf"):
+        card = card_text(report, None, kind)
+        assert asked in card and "secret" not in card
+    assert (asked.split('"')[3] in card_text(report, None, "litgpt")) or given
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import pytest
 from browser import CHROMIUM, Page, browser
 from checkpoints import save
 from command import command_environment, command_line
-from compared_runs import at_work, make_run, note_in_ranks
+from compared_runs import at_work, make_run, note_in_ranks, with_terms
 from messages import key_words, says
 
 from ftkit.checkpoint.store import Store
@@ -354,7 +354,7 @@ class TestCommand:
     def test_it_prints_a_link_and_ctrl_c_ends_it(self, out: Path) -> None:
         make_run(out / "a")
         with subprocess.Popen(
-            command_line("watch", out, "--serve", 0),
+            command_line("watch", out, "--serve"),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=command_environment(),
         ) as process:  # fmt: skip
             assert process.stdout is not None
@@ -474,6 +474,37 @@ class TestInABrowser:
         said = page.wait_for("document.querySelector('.legend').innerText")
         step = re.search(r"\(step (\d+)\)", said)
         assert step is not None and 15 < int(step[1]) < 26, said
+
+    def test_runs_of_different_models_are_not_drawn_on_one_scale(
+        self, page: Page, server: PageServer, out: Path
+    ) -> None:
+        for name, model in (("a", "small"), ("b", "small"), ("c", "large")):
+            make_run(out / name, checkpoint_dir=model)
+        page.wait_for("document.querySelectorAll('svg').length == 2")
+        heads = "[...document.querySelectorAll('main .head h2')].map(head => head.textContent)"
+        assert page.value(heads) == ["Training loss of small", "Training loss of large"]
+        curves = (
+            "[...document.querySelectorAll('svg')]"
+            ".map(picture => picture.querySelectorAll('.curve').length)"
+        )
+        assert page.value(curves) == [2, 1]
+
+    def test_results_of_a_comparison_are_seen_without_scrolling(
+        self, page: Page, server: PageServer, out: Path
+    ) -> None:
+        page.resize(1200)
+        for name in ("first-run-of-pairs", "second-run-of-pairs"):
+            with_terms(make_run(out / name), out / name)
+        page.wait_for("!!document.querySelector('section.comparison th')")
+        ends = page.value(
+            "Object.fromEntries([...document.querySelectorAll('section.comparison th')]"
+            ".map(head => [head.textContent, head.getBoundingClientRect().right]))"
+        )
+        assert {"time", "tokens/s", "peak memory"} <= ends.keys()
+        assert max(ends[label] for label in ("time", "tokens/s", "peak memory")) < 1200
+        table = "document.querySelector('section.comparison table').parentElement"
+        # What does not fit is behind it, and can be scrolled to.
+        assert page.value(f"{table}.scrollWidth > {table}.clientWidth")
 
     def test_losses_may_be_logarithmic_smoothed_and_taken_out(
         self, page: Page, server: PageServer, out: Path

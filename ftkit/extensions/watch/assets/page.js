@@ -306,8 +306,14 @@ function allCards(found) {
   if (losses.length) {
     const note = losses.length < found.runs.length && found.losses.length < found.runs.length
       ? `the ${found.losses.length} of ${found.runs.length} runs that began last` : "";
-    const content = { title: "Training loss", unit: "nats per label token", x: "step", log: true, note, series: losses };
-    cards.push({ key: "losses", kind: "wide", fill: chart, content });
+    // Losses of another model or objective are on another scale.
+    const models = [...new Set(losses.map((one) => one.of))];
+    for (const of of models) {
+      const title = models.length > 1 ? `Training loss of ${of}` : "Training loss";
+      const series = losses.filter((one) => one.of === of);
+      const content = { title, unit: "nats per label token", x: "step", log: true, note, series };
+      cards.push({ key: `losses ${of}`, kind: "wide", fill: chart, content });
+    }
   }
   if (found.comparison) {
     cards.push({ key: "comparison", kind: "wide comparison", fill: html, content: { title: "Comparison", content: found.comparison } });
