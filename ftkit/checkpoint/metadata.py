@@ -104,7 +104,7 @@ class DataIdentity:
     fingerprint: str
     """Equal for all copies of the data."""
     train_samples: int
-    """Samples of an epoch."""
+    """Samples of an epoch; 0: nobody knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +171,8 @@ class Metadata:
     """The model that is fine-tuned."""
     data: DataIdentity
     """The training data."""
+    stream: list[dict[str, int]] | None = None
+    """Where data without a known length go on, of each source; None: samples says it alone."""
     beside: BaseIdentity | None = None
     """The frozen model that is held beside the trained one: a teacher, or a reference; None: there
     is none."""

@@ -148,7 +148,7 @@ def address_of_content(content: Content, tokenizer: "Tokenizer", max_seq_length:
     files = [
         [(os.path.relpath(file, above), file_digest(file)) for file in files] for files in groups
     ]
-    return _address({"files": files, "options": content.options}, tokenizer, max_seq_length)
+    return address_of({"files": files, "options": content.options}, tokenizer, max_seq_length)
 
 
 def address_of_records(part: Part, tokenizer: "Tokenizer", max_seq_length: int) -> str:
@@ -160,10 +160,17 @@ def address_of_records(part: Part, tokenizer: "Tokenizer", max_seq_length: int) 
             digest.update(json.dumps(record, sort_keys=True).encode())
         digests.append(digest.hexdigest())
     rendering = rendering_of(part, tokenizer)
-    return _address({"records": digests, "rendering": rendering}, tokenizer, max_seq_length)
+    return address_of({"records": digests, "rendering": rendering}, tokenizer, max_seq_length)
 
 
-def _address(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: int) -> str:
+def address_of(values: Mapping[str, Any], tokenizer: "Tokenizer", max_seq_length: int) -> str:
+    """The address of what is tokenised of something.
+
+    Args:
+        values: what it is, as JSON values.
+        tokenizer: of the base model.
+        max_seq_length: no sample has more tokens; 0: nothing is cut.
+    """
     every = {
         **values,
         "format": _CACHE_FORMAT,

@@ -38,12 +38,14 @@ from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.rendering import NO_OUTPUT, Example, Renderer
 from ftkit.data.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.data.samples.sampler import EpochOrder
+from ftkit.data.samples.stream import Stream
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, Part, PartSource
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.recipe import Component
+from ftkit.utils.registry import imported
 
 if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -316,11 +318,18 @@ class DataSets(_Loaded):
     """Training samples of all sources, one source after another."""
     val: Samples
     """Validation samples, interleaved so that the first ones have the same share of each source."""
+    stream: Stream | None = None
+    """What is trained on, where an epoch has no known length: `train` is then of its first
+    records. None: `train` is."""
 
     @property
     def samples_per_epoch(self) -> int:
-        """Training samples that an epoch takes."""
-        return sum(self.takes)
+        """Training samples that an epoch takes; 0: nobody knows."""
+        return 0 if self.stream is not None else sum(self.takes)
+
+    @property
+    def longest_tokens(self) -> int:
+        return super().longest_tokens if self.stream is None else self.stream.most_tokens
 
     @property
     def counts(self) -> dict[Split, Counts]:
@@ -341,6 +350,10 @@ class DataSets(_Loaded):
     def fingerprint(self) -> str:
         """Fingerprint of the samples and of how many an epoch takes, whatever their files."""
         train = [part.splits["train"].samples for part in self.parts]
+        if self.stream is not None:
+            # Of the first records too, which say what the tokenizer makes of texts.
+            texts = [self.stream.fingerprint, *(one.fingerprint for one in train)]
+            return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
         # As it was before there were several sources: checkpoints of earlier versions have this
         # one.
         if len(train) == 1 and self.takes == (len(train[0]),):
@@ -351,8 +364,16 @@ class DataSets(_Loaded):
     @property
     def repetitions(self) -> npt.NDArray[np.float64]:
         """[training samples], how often an epoch takes each, in the mean."""
+        if self.stream is not None:
+            return np.ones(len(self.train))
         sizes = self._sizes
         return np.repeat(np.array(self.takes) / np.maximum(sizes, 1), sizes)
+
+    def passes(self, samples: int) -> float:
+        """Passes over the training data in so many samples of the run, the newest of them made."""
+        if self.stream is not None:
+            return self.stream.epochs(samples)
+        return samples / self.samples_per_epoch
 
     def epochs(self, seed: int) -> EpochOrder:
         """Return the order of the training samples."""
@@ -414,11 +435,16 @@ def load_data(
     _require_samples(parts, "val", tokenizer, max_seq_length)
     train = [part.splits["train"].samples for part in parts]
     several = len(parts) > 1
+    stream: Stream | None = None
+    if source.stream_place:
+        opened: Stream = imported(source.stream_place)(source, tokenizer, max_seq_length)
+        stream, train = opened, [opened.as_trained(one) for one in train]
     return DataSets(
         parts=parts,
         takes=tuple(_take(part.source, len(part.splits["train"].samples)) for part in parts),
         train=JoinedSamples.one_after_another(train) if several else train[0],
         val=_interleaved(parts),
+        stream=stream,
     )
 
 

@@ -10,7 +10,7 @@ from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.plugin import require_own, short_names
-from ftkit.recipe.recipe import Component
+from ftkit.recipe.recipe import Component, Recipe
 from ftkit.utils.names import column_name, nearest
 
 STREAMING = ("LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama", "TinyStories")
@@ -98,6 +98,48 @@ def validation_sets(
     if preference is None:
         return dict(made)
     return {name: one.of_preference(preference) for name, one in made.items()}
+
+
+_OF_EPOCHS = (
+    ("train", "global_batch_tokens", "--train.global_batch_tokens null"),
+    ("train", "step_ends_with_epoch", "--train.step_ends_with_epoch false"),
+    ("train", "lr_warmup_fraction", "--train.lr_warmup_fraction null"),
+    ("train", "save_interval_epochs", "--train.save_interval_epochs null"),
+    ("eval", "interval_epochs", "--eval.interval_epochs null"),
+)
+"""Keys that need the length of an epoch, with a change that works without it."""
+
+
+def check_run_length(recipe: Recipe) -> None:
+    """Refuse a run of which its data do not say when it ends.
+
+    Raises:
+        UserError: nothing ends it, or a key counts epochs whose length nobody knows; or tokens are
+            counted where epochs are.
+    """
+    train, source = recipe.train, data_source(recipe.data)
+    name = recipe.data["class_path"]
+    if not source.stream_place:
+        if train.max_tokens is not None:
+            raise UserError(
+                f"train.max_tokens is {train.max_tokens}, but fine-tuning on data {name} counts "
+                "epochs or steps. Try --train.max_tokens null --train.max_steps 100."
+            )
+        return
+    if train.max_steps is None and train.max_tokens is None:
+        raise UserError(
+            f"data is {name}, of which nobody knows how many samples an epoch has, and "
+            "train.max_steps and train.max_tokens are both empty: how long to train? "
+            "Try --train.max_steps 1000."
+        )
+    for section, key, works in _OF_EPOCHS:
+        if value := getattr(getattr(recipe, section), key):
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(
+                f"{section}.{key} is {shown}, but data is {name}, of which nobody knows how many "
+                f"samples an epoch has. Try {works}."
+            )
+    source.check_run(train)
 
 
 def check_data(

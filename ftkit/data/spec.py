@@ -20,7 +20,7 @@ from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.prompt_styles import AnyStyle
 from ftkit.recipe.objectives import Preference
 from ftkit.recipe.readers import foreign_key
-from ftkit.recipe.recipe import Component
+from ftkit.recipe.recipe import Component, Train
 from ftkit.utils.names import nearest
 
 OWN_DATA = "--data JSON --data.path FILE"
@@ -132,6 +132,11 @@ class DataSource(ABC):
     plans them is the same for every kind: it uses this interface alone.
     """
 
+    stream_place: str = ""
+    """MODULE:FUNCTION that opens the samples to train on, given the source, the tokenizer and the
+    most tokens of a sample, where nobody knows how many there are: a run then ends by its steps,
+    and what `parts` read for training are the first records. "": an epoch's are counted."""
+
     @classmethod
     @abstractmethod
     def documented(cls, name: str) -> type:
@@ -183,6 +188,13 @@ class DataSource(ABC):
             f"data is {self.parts()[0].name}, which has no preference {preference}, but the "
             f"objective learns from {preference}.\nTry {OWN_DATA}."
         )
+
+    def check_run(self, train: Train) -> None:  # noqa: B027 - most data suit any
+        """Refuse settings of a run that its samples do not suit.
+
+        Raises:
+            UserError: names the key.
+        """
 
     def for_evaluation(self, given: Collection[str]) -> "DataSource":
         """The source whose validation records are evaluated on.

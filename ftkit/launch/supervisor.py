@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import BASE
-from ftkit.data.sources import check_data
+from ftkit.data.sources import check_data, check_run_length
 from ftkit.errors import Completed, DoesNotFit, UserError
 from ftkit.evaluation.task_programs import FoundTasks
 from ftkit.launch.conclude import DamageFound, conclude, note_shortage
@@ -303,6 +303,7 @@ def prepare_run(
     check_plugin(recipe)
     preference = objective_rules(recipe.objective).preference
     check_data(recipe.data, recipe.eval.sets, preference=preference)
+    check_run_length(recipe)
     FoundTasks.find(recipe.eval.tasks or (), key="eval.tasks", trusted=trusted)
     requested = recipe
     devices = find_devices(

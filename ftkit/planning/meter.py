@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from ftkit.data.records.media import MEDIA, MEDIA_OF
-from ftkit.data.samples.sampler import ElasticOrder
+from ftkit.data.samples.sampler import StepOrder
 from ftkit.errors import is_out_of_memory
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.token_numbers import TokenDropout
@@ -35,7 +35,7 @@ SOON = 10
 Moment = Literal["before_forward", "after_forward", "after_backward", "after_optimizer"]
 
 
-def steps_to_measure(order: ElasticOrder) -> set[int]:
+def steps_to_measure(order: StepOrder) -> set[int]:
     """Steps to measure near the start of a session: the one that needs most memory, and the second.
 
     If the former comes soon, it is measured alone. The first step is not measured, because the
@@ -46,6 +46,8 @@ def steps_to_measure(order: ElasticOrder) -> set[int]:
     near = range(second, min(first + _STEPS_LOOKED_AT, end))
     if not near:
         return set()
+    if not order.sees_ahead:
+        return {second}
     # The sizes of micro-batches are known from the order, before any of them is made.
     largest = max(near, key=order.largest_micro_batch)
     return {largest} if largest < first + SOON else {second, largest}

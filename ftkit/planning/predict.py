@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.data.sources import check_data
+from ftkit.data.sources import check_data, check_run_length
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation, ModelLayout
 from ftkit.models.dry_run import require_trainable
@@ -50,7 +50,7 @@ from ftkit.recipe.recipe import (
 )
 from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.strategies.optimizers import base_learning_rate
-from ftkit.strategies.schedule import CountedSteps, make_schedule
+from ftkit.strategies.schedule import CountedSteps, make_schedule, without_epochs
 from ftkit.strategies.step_memory import MicroBatchSize
 from ftkit.strategies.strategy import compute_dtype, make_strategy, parameter_dtype
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
@@ -391,6 +391,7 @@ def _plan_at(
     """Make the plan of a recipe at a place."""
     rules = objective_rules(recipe.objective)
     check_data(recipe.data, recipe.eval.sets, preference=rules.preference)
+    check_run_length(recipe)
     gpu = place.gpu
     try:
         made = make_plan(recipe, place.devices, chosen=chosen)
@@ -426,7 +427,9 @@ def _plan_at(
     base = with_encoder(base, made, () if length.media is None else (length.media.kind,))
     samples = length.train_samples
     steps = recipe.train.max_steps
-    if samples is not None:
+    if length.is_of_stream:
+        steps = without_epochs(recipe.train, max_seq_length).max_steps
+    elif samples is not None:
         rate = base_learning_rate(recipe.optimizer)
         steps = _steps(recipe.train, samples, rate)
     weighted = length.trained is not None and length.trained.weighted

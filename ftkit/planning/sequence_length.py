@@ -200,7 +200,11 @@ class SequenceLength:
     trained: Longest | None = None
     """The longest training sample; None: the data are not known."""
     train_samples: int | None = None
-    """Samples of an epoch at most; records that give no sample are known only after tokenising."""
+    """Samples of an epoch at most; records that give no sample are known only after tokenising.
+    None: nobody knows."""
+    is_of_stream: bool = False
+    """Whether the data are read as they are trained on: only the first records were looked at, and
+    nobody knows how many samples an epoch has."""
     lacks: Literal["data", "tokenizer"] = "data"
     """Missing part, where nothing is known of the samples."""
     media: MediaSize | None = None
@@ -215,6 +219,8 @@ class SequenceLength:
         lacking = "the data are not known"
         if self.lacks == "tokenizer":
             lacking = "the tokenizer is not on this machine"
+        if self.is_of_stream and self.trained is not None:
+            return f"at most {count}; of the data, only the first records were looked at"
         return {
             "data": f"{count}: the longest sample",
             "largest_samples": f"about {count} at most, by the largest samples",
@@ -248,9 +254,11 @@ def sequence_length(
     """
     context = base.architecture.context_length
     limit = asked or context
-    files = data_source(data, preference=preference).files()
+    described = data_source(data, preference=preference)
+    is_of_stream = bool(described.stream_place)
+    files = described.files()
     if files is None:
-        return _unknown(asked, context)
+        return dataclasses.replace(_unknown(asked, context), is_of_stream=is_of_stream)
     for one in validation_sets(data, sets).values():
         files += one.files() or ()
     # Part of the key of the cache below: a changed file is read anew.
@@ -263,7 +271,8 @@ def sequence_length(
     train, val, count = found or (None, None, 0)
     if train is None:  # the run will say so
         lacks: Literal["data", "tokenizer"] = "tokenizer" if found is None else "data"
-        return dataclasses.replace(_unknown(asked, context), lacks=lacks)
+        unknown = _unknown(asked, context)
+        return dataclasses.replace(unknown, lacks=lacks, is_of_stream=is_of_stream)
     tokens = max(train.at_most, val.at_most if val else 0)
     source: LengthSource = "data"
     if directory is None:
@@ -271,8 +280,16 @@ def sequence_length(
     elif not train.is_exact or (val and not val.is_exact):
         source = "largest_samples"
     media = heaviest_of((train.media, None if val is None else val.media))
+    if is_of_stream:
+        # Later records may be longer.
+        tokens, train = limit, dataclasses.replace(train, at_most=limit)
     return SequenceLength(
-        tokens=tokens, source=source, trained=train, train_samples=count, media=media
+        tokens=tokens,
+        source=source,
+        trained=train,
+        train_samples=None if is_of_stream else count,
+        is_of_stream=is_of_stream,
+        media=media,
     )
 
 

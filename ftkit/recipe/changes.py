@@ -45,6 +45,11 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "drop_equal": False,
     "skip_bad_records": False,
     "add_tokens": None,
+    "text_key": "text",
+    "text_files": "document",
+    "join_documents": True,
+    "piece_kib": 256,
+    "window_pieces": 16,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""
 

@@ -86,8 +86,9 @@ class Train:
     """Stop after this many optimizer steps."""
     max_time: Annotated[Hardware[float | None], above_0("null for no limit")] = None
     """Stop after this many seconds of training."""
-    max_tokens: Hardware[int | None] = None
-    """Not supported for fine-tuning (LitGPT's key for pretraining); leave empty."""
+    max_tokens: Annotated[Tunable[int | None], at_least(1)] = None
+    """Stop after as many optimizer steps as train on this many tokens. Only of data without a known
+    length (data Corpus), which need it or max_steps; epochs has no effect there."""
     max_seq_length: Annotated[Fixed[int | None], at_least(2)] = None
     """Cut sequences to this many tokens. Default: the context length of the model."""
     lr_warmup_steps: Annotated[Tunable[int | Literal["auto"] | None], at_least(0)] = "auto"

@@ -32,15 +32,10 @@ def check_ranges(recipe: Recipe) -> None:
             f"optimizer.lr is {rate!r}, but must be a number of at least 0. "
             "Try --optimizer.lr 2e-4."
         )
-    if train.epochs is None and train.max_steps is None:
+    if train.epochs is None and train.max_steps is None and train.max_tokens is None:
         raise UserError(
             "train.epochs and train.max_steps are both empty: how long to train? "
             "Try --train.epochs 1."
-        )
-    if train.max_tokens is not None:
-        raise UserError(
-            f"train.max_tokens is {train.max_tokens}, but fine-tuning counts epochs or steps. "
-            "Try --train.max_tokens null --train.max_steps 100."
         )
     is_validated = evaluation.interval or evaluation.interval_epochs
     if evaluation.patience is not None and not is_validated:

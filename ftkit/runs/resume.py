@@ -34,7 +34,7 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.report.report import Loss, Progress, Report, read_report
 from ftkit.runs.url_runs import fetch_without_shards, refresh
-from ftkit.strategies.schedule import make_schedule
+from ftkit.strategies.schedule import make_schedule, without_epochs
 from ftkit.utils.console.display import Display
 from ftkit.utils.damaged_files import require_regular
 from ftkit.utils.files import remove
@@ -42,7 +42,7 @@ from ftkit.utils.json_values import from_json
 from ftkit.utils.progress import OnProgress
 from ftkit.utils.urls import display_path, local_path
 
-_LIMITS = ("epochs", "max_steps", "max_time")
+_LIMITS = ("epochs", "max_steps", "max_tokens", "max_time")
 """Keys of `train` that end a run."""
 # No row is as long, however many sources the data have.
 _LONGEST_ROW_BYTES = 2**16
@@ -510,6 +510,7 @@ def _has_finished(run: RunDirectory, newest: int) -> bool:
 
 def _steps_left(train: Train, patience: int | None, metadata: Metadata) -> int:
     """Steps to come; where they are known only from the data, 1 if there are any."""
+    train = _with_limits(train, metadata)
     if train.global_batch_tokens is not None or train.step_ends_with_epoch:
         ends = train.epochs and metadata.samples >= train.epochs * metadata.data.train_samples
         if ends or (train.max_steps and metadata.step >= train.max_steps):
@@ -524,6 +525,18 @@ def _steps_left(train: Train, patience: int | None, metadata: Metadata) -> int:
         start_samples=metadata.samples,
     )
     return 0 if _is_out_of_patience(patience, metadata) else schedule.total_steps - metadata.step
+
+
+def _with_limits(train: Train, metadata: Metadata) -> Train:
+    """The settings, with nothing but what ends the run on its data."""
+    if metadata.data.train_samples:
+        return train
+    return without_epochs(
+        train,
+        metadata.max_seq_length,
+        start_step=metadata.step,
+        start_samples=metadata.samples,
+    )
 
 
 def _is_out_of_patience(patience: int | None, metadata: Metadata) -> bool:
@@ -544,6 +557,9 @@ def _more(train: Train, patience: int | None, metadata: Metadata) -> str:
     options = []
     if patience is not None and _is_out_of_patience(patience, metadata):
         return f"--eval.patience {2 * patience}"
+    of_tokens, train = train.max_tokens, _with_limits(train, metadata)
+    if of_tokens is not None and train.max_steps == metadata.step:
+        options.append(f"--train.max_tokens {2 * of_tokens}")
     if train.epochs and metadata.samples >= train.epochs * metadata.data.train_samples:
         epochs = int(metadata.samples // metadata.data.train_samples) + 1
         options.append(f"--train.epochs {max(epochs, train.epochs + 1)}")

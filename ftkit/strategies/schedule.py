@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 from ftkit.recipe.recipe import LrEnds, LrSchedule, LrWarmupCurve, Train
 
@@ -92,6 +92,28 @@ _CURVES: dict[LrSchedule, Callable[[Schedule, int], float]] = {
 """After the warm-up: from 1 at the full rate down to 0 at `final_share`."""
 
 
+def without_epochs(
+    train: Train, max_seq_length: int, *, start_step: int = 0, start_samples: int = 0
+) -> Train:
+    """Settings of a run over data of which nobody knows how many samples an epoch has.
+
+    It ends by its steps; train.max_tokens says how many these are, all samples being full.
+
+    Args:
+        train: section of the recipe.
+        max_seq_length: tokens of a sample.
+        start_step: optimizer steps already done, if the run continues.
+        start_samples: samples that these consumed.
+    """
+    steps = train.max_steps
+    if train.max_tokens is not None:
+        # The first token of a sample is only read: it is the last one of another sample.
+        samples = math.ceil(train.max_tokens / (max_seq_length - 1)) - start_samples
+        of_tokens = start_step + max(0, math.ceil(samples / train.global_batch_size))
+        steps = min(of_tokens, steps or of_tokens)
+    return replace(train, epochs=None, max_steps=steps)
+
+
 def make_schedule(
     train: Train,
     samples: int,
@@ -109,7 +131,7 @@ def make_schedule(
 
     Args:
         train: section of the recipe.
-        samples: of one epoch.
+        samples: of one epoch; 0: nobody knows, and the recipe has no key that counts epochs.
         learning_rate: the full one.
         start_step: optimizer steps already done, if the run continues.
         start_samples: samples that these consumed.
@@ -137,7 +159,7 @@ def make_schedule(
         warmup = min(_WARMUP_STEPS, total // 10) if begun_warmup is None else begun_warmup
     else:
         warmup = train.lr_warmup_steps or 0
-    is_larger = train.global_batch_tokens is None and batch > samples
+    is_larger = train.global_batch_tokens is None and batch > samples > 0
     notices = _notices(batch, samples, learning_rate, total, is_larger=is_larger)
     if warmup > total:
         notices.append(

@@ -350,10 +350,11 @@ class Checkpointing:
         setup, recorder, start = self._setup, self._journal.recorder, self._setup.start.metadata
         plan, recipe, carried = setup.plan, setup.recipe, recorder.carried()
         of_base, of_data = setup.identities
+        stream, samples = setup.data.stream, recorder.samples
         return Metadata(
             method=recipe.method,
             step=step,
-            samples=recorder.samples,
+            samples=samples,
             tokens=recorder.tokens,
             epochs=recorder.epochs,
             training_s=recorder.training_s,
@@ -370,6 +371,7 @@ class Checkpointing:
             seed_names=setup.start.seed_names,
             base=of_base,
             data=of_data,
+            stream=None if stream is None else [dict(one) for one in stream.position(samples)],
             beside=None if setup.companion is None else setup.companion.identity,
             layout=Layout(
                 strategy=plan.strategy,

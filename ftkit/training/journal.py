@@ -39,7 +39,10 @@ def log_data_summary(data: DataSets, journal: Journal) -> None:
     sources = {}
     for part, take in zip(data.parts, data.takes, strict=True):
         counts = {str(split): _report_counts(one.counts) for split, one in part.splits.items()}
-        sources[part.source.name] = Source(data=counts, samples_per_epoch=take)
+        if data.stream is not None:  # what was read to train on is no more than the first records
+            del counts["train"]
+        per_epoch = take if data.stream is None else None
+        sources[part.source.name] = Source(data=counts, samples_per_epoch=per_epoch)
         of_source = f" of {part.source.name}" if len(data.parts) > 1 else ""
         where = part.source.where
         shown = where if len(where) <= _MOST_SHOWN else Path(where).name
@@ -52,6 +55,8 @@ def log_data_summary(data: DataSets, journal: Journal) -> None:
         for notice in part.notices:
             journal.warn(notice)
     of_all = {str(split): _report_counts(counts) for split, counts in data.counts.items()}
+    if data.stream is not None:
+        del of_all["train"]
     journal.recorder.on_data(of_all, sources)
     journal.recorder.note(shape=data.prompt_source.part.shape)
 

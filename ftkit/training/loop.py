@@ -189,7 +189,7 @@ class Training:
         )
         batches = Coming(
             train_batches(
-                setup.data.train,
+                setup.data.train if setup.data.stream is None else setup.data.stream,
                 self._order,
                 start_step=first,
                 end_step=end,
@@ -410,4 +410,6 @@ class Training:
         train = self._recipe.train
         if self._order.total_steps == train.max_steps:
             return f"train.max_steps of {train.max_steps} reached"
+        if self._setup.data.stream is not None:
+            return f"train.max_tokens of {train.max_tokens:,} reached"
         return f"all {train.epochs} epochs done" if train.epochs != 1 else "the epoch is done"

@@ -103,7 +103,7 @@ class Recorder:
         self._last_record: StepRecord | None = None
         self._imbalance_sum = 0.0
         self._tokens = Tokens(real=0, label=0, padded=0, padding_fraction=0.0)
-        self._samples_per_epoch = 0
+        self._passes: Callable[[int], float] = float
         self._flops_per_token: float | None = None
         self._routing = Routing((), 0, None)
         run = self._run
@@ -268,9 +268,17 @@ class Recorder:
         """Add a line to the report's warnings."""
         self.note(warnings=[*self.report.warnings, text])
 
-    def expect(self, samples_per_epoch: int, flops_per_token: float, routing: Routing) -> None:
-        """Set what later numbers are relative to, and what counts the load of experts."""
-        self._samples_per_epoch = samples_per_epoch
+    def expect(
+        self, passes: Callable[[int], float], flops_per_token: float, routing: Routing
+    ) -> None:
+        """Set what later numbers are relative to, and what counts the load of experts.
+
+        Args:
+            passes: over the training data, in so many samples.
+            flops_per_token: of a step.
+            routing: of the model.
+        """
+        self._passes = passes
         self._flops_per_token = flops_per_token
         self._routing = routing
         if routing.loss is not None:
@@ -348,8 +356,8 @@ class Recorder:
             compiled_graphs=record.compiled_graphs,
         )
         samples = self.samples + record.samples
-        epochs = samples / self._samples_per_epoch
-        self.note(progress=Progress(steps=record.step, samples=samples, epochs=epochs))
+        progress = Progress(steps=record.step, samples=samples, epochs=self._passes(samples))
+        self.note(progress=progress)
         terms = {
             name: known.with_step(record.terms.get(name))
             for name, known in self.report.terms.items()

@@ -25,8 +25,9 @@ from ftkit.data.dataset import DataSets, LoadedPart, ValidationSets, load_data, 
 from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
-from ftkit.data.samples.sampler import ElasticOrder, Position
+from ftkit.data.samples.sampler import ElasticOrder, Position, StepOrder
 from ftkit.data.samples.shapes import FixedShapes
+from ftkit.data.samples.stream import StreamedOrder
 from ftkit.errors import UserError
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.architectures.architecture import HEAD
@@ -72,7 +73,7 @@ from ftkit.recipe.companions import companion_row
 from ftkit.recipe.implementations import HF, implementation_row
 from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.plan import Plan
-from ftkit.recipe.recipe import LoraRecipe, Recipe
+from ftkit.recipe.recipe import LoraRecipe, Recipe, Train
 from ftkit.recipe.recipe_sections import rounding_of, trained_parts
 from ftkit.recipe.sections import check_validations
 from ftkit.runs.checkpoints import size_of
@@ -89,6 +90,7 @@ from ftkit.strategies.schedule import (
     interval_steps,
     make_schedule,
     sample_budget,
+    without_epochs,
 )
 from ftkit.strategies.state import (
     bytes_per_number,
@@ -232,7 +234,7 @@ class Setup:
     @cached_property
     def layout(self) -> RankLayout:
         """Layout of a step's samples on this rank."""
-        samples, further = self.data.train, self.further_samples
+        samples, further, stream = self.data.train, self.further_samples, self.data.stream
         return RankLayout.of(
             self.plan,
             padding_free=self.attention != "padded",
@@ -241,15 +243,34 @@ class Setup:
             rank=rank(),
             shapes=FixedShapes.of(
                 self.plan,
-                [samples, self.data.val, *([] if further is None else [further])],
+                [
+                    samples,
+                    self.data.val,
+                    *([] if further is None else [further]),
+                    *([] if stream is None else [stream.largest]),
+                ],
                 pads_labels=ignores_padding(self.objective),
             ),
         )
 
     @cached_property
-    def order(self) -> ElasticOrder:
+    def order(self) -> StepOrder:
         """Samples of every step on this rank."""
         samples, start = self.data.train, self.start
+        if (stream := self.data.stream) is not None:
+            metadata, batch = start.metadata, self.recipe.train.global_batch_size
+            stream.begin(
+                self.recipe.seed, start.samples, None if metadata is None else metadata.stream
+            )
+            return StreamedOrder(
+                stream,
+                view=self.objective.view,
+                amounts=partial(checked_amounts, self.objective),
+                global_batch_size=batch,
+                total_samples=start.samples + (self.schedule.total_steps - start.step) * batch,
+                layout=self.layout,
+                start=Position(step=start.step, samples=start.samples),
+            )
         if self.cuts is None:
             total_samples = sample_budget(
                 self.recipe.train,
@@ -338,7 +359,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         companion.identify()
     _check_result(base, recipe, journal)
     strategy.prepare(display.phase)
-    steps = _lay_out_steps(data, start, recipe, journal)
+    steps = _lay_out_steps(data, start, recipe, models.max_seq_length, journal)
     # On the meta device: the whole model never exists on a rank, which fills only its own part.
     with display.phase("building the model", brief=True):
         model = outline(base, recipe, parameter_dtype(plan), compute_dtype(plan))
@@ -470,10 +491,16 @@ class _Steps(NamedTuple):
 
 
 def _lay_out_steps(
-    data: DataSets, start: StartingPoint, recipe: Recipe, journal: Journal
+    data: DataSets, start: StartingPoint, recipe: Recipe, max_seq_length: int, journal: Journal
 ) -> _Steps:
     """Count the steps of a run, which its data and its starting point give."""
     train = recipe.train
+    if data.stream is not None:
+        if train.epochs not in (None, Train().epochs):
+            journal.warn("train.epochs has no effect: nobody knows how many samples an epoch has.")
+        train = without_epochs(
+            train, max_seq_length, start_step=start.step, start_samples=start.samples
+        )
     learning_rate = base_learning_rate(recipe.optimizer)
     cuts = cut_steps(
         train,
@@ -685,10 +712,9 @@ def _check_checkpoints(setup: Setup, existing_bytes: int) -> None:
 def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
     """Report what the recipe was resolved to, and show it in two lines."""
     plan, recipe, model, train = setup.plan, setup.recipe, setup.model, setup.data.train
-    samples_per_epoch = setup.data.samples_per_epoch
     outlined = None if setup.companion is None else setup.companion.outlined
     journal.recorder.expect(
-        samples_per_epoch,
+        setup.data.passes,
         mean_flops_per_token(
             model,
             train.lengths,
@@ -736,7 +762,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         micro_steps_per_step=plan.micro_steps,
         total_steps=setup.schedule.total_steps,
         warmup_steps=setup.schedule.warmup_steps,
-        samples_per_epoch=samples_per_epoch,
+        samples_per_epoch=setup.data.samples_per_epoch or None,
     )
     journal.recorder.note(resolved=resolved)
     method = method_text(recipe.method, getattr(recipe, "peft", None))

@@ -160,13 +160,17 @@ def identities(
     if start is not None and of_data != start.data:
         raise UserError(
             f"data: these are not the training samples that the checkpoint of step {start.step} "
-            f"has learned from ({epoch:,} now, {start.data.train_samples:,} then; their "
-            "text, masks or order differ). Continue with the same data and prompt style, or start "
-            "a new run with another --out_dir. If nothing was changed, an earlier ftkit began the "
-            "run, which tokenised white space at the end of prompts, or BOS and EOS in texts, "
-            "otherwise: continue with that version."
+            f"has learned from ({_count(epoch)} now, {_count(start.data.train_samples)} then; "
+            "their text, masks or order differ). Continue with the same data and prompt style, "
+            "or start a new run with another --out_dir. If nothing was changed, an earlier ftkit "
+            "began the run, which tokenised white space at the end of prompts, or BOS and EOS in "
+            "texts, otherwise: continue with that version."
         )
     return of_base, of_data
+
+
+def _count(samples: int) -> str:
+    return f"{samples:,}" if samples else "no known number"
 
 
 def _local_identity(recipe: Recipe, implementation: Implementation) -> BaseIdentity | None:

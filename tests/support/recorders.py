@@ -47,7 +47,9 @@ def make_recorder(
     state = job.directory.rank(0)
     state.path.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(job.new_report(start), state, job.plan, began_s=job.began_s, start=start)
-    recorder.expect(SAMPLES_PER_EPOCH, 1.0, routing or Routing((), 0, None))
+    recorder.expect(
+        lambda samples: samples / SAMPLES_PER_EPOCH, 1.0, routing or Routing((), 0, None)
+    )
     return recorder
 
 

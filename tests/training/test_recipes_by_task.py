@@ -38,6 +38,7 @@ TASKS = {
     "tool-calls": Task(),
     "reasoning": Task(),
     "documents": Task(command="finetune_full"),
+    "documents-stream": Task(command="finetune_full"),
     "experts": Task(family="qwen3_moe", column="router_aux_loss"),
     "pairs": Task(column="accuracy"),
     "qlora-16gb": Task(),

@@ -20,8 +20,9 @@ from ftkit.data.samples.layout import (
     validation_batches,
 )
 from ftkit.data.samples.sample_set import Sample, Samples, mismatched
-from ftkit.data.samples.sampler import ElasticOrder
+from ftkit.data.samples.sampler import StepOrder
 from ftkit.data.samples.shapes import FixedShapes
+from ftkit.data.samples.stream import Stream
 
 
 def collate(
@@ -158,8 +159,8 @@ def collate(
 
 
 def train_batches(
-    samples: Samples,
-    order: ElasticOrder,
+    samples: Samples | Stream,
+    order: StepOrder,
     start_step: int,
     end_step: int,
     *,
@@ -258,7 +259,7 @@ _Key = tuple[list[int], list[int], Mapping[str, float], bool, int | None]
 class _StepSampler(Sampler[_Key]):
     """Yields what to collate, micro-step by micro-step."""
 
-    def __init__(self, order: ElasticOrder, start_step: int, end_step: int) -> None:
+    def __init__(self, order: StepOrder, start_step: int, end_step: int) -> None:
         assert order.start_step <= start_step <= end_step <= order.total_steps
         self._order = order
         self._start_step = start_step
@@ -278,15 +279,24 @@ class _MicroBatches(Dataset[dict[str, Any]]):
     """Collated micro-batches, by the samples in them."""
 
     def __init__(
-        self, samples: Samples, layout: RankLayout, *, mismatched: bool, fills_media: bool = False
+        self,
+        samples: Samples | Stream,
+        layout: RankLayout,
+        *,
+        mismatched: bool,
+        fills_media: bool = False,
     ) -> None:
         self._samples, self._padding_free = samples, layout.padding_free
         self._fills_media = fills_media
         self._shapes = layout.shapes
         self._weighted = samples.label_weights is not None
-        self._mismatched = mismatched
-        self._most = int(samples.longest.max()) + 1 if len(samples) else 0
-        """Tokens of the longest sequence."""
+        self._mismatched: Samples | None = None
+        """Whose answers are joined with other prompts; None: none are."""
+        if mismatched:
+            assert isinstance(samples, Samples), "a stream has documents"
+            self._mismatched = samples
+            self._most = int(samples.longest.max()) + 1 if len(samples) else 0
+            """Tokens of the longest sequence."""
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
         indices, before, divisors, is_last, source = key
@@ -313,8 +323,8 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             reader=self._samples.media_reader,
             fills_media=self._fills_media,
         )
-        if self._mismatched:
-            answers = [None if i == FILLER else self._samples[i] for i in before]
+        if self._mismatched is not None:
+            answers = [None if i == FILLER else self._mismatched[i] for i in before]
             batch["mismatched"] = collate(
                 [
                     None if one is None or other is None else mismatched(one, other, self._most)

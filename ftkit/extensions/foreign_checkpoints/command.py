@@ -16,7 +16,7 @@ from ftkit.checkpoint.shards import Piece, write_shard
 from ftkit.checkpoint.state import stored_name
 from ftkit.checkpoint.store import Store
 from ftkit.data.dataset import load_data
-from ftkit.data.sources import check_data, data_source
+from ftkit.data.sources import check_data, check_run_length, data_source
 from ftkit.errors import UserError
 from ftkit.extensions.foreign_checkpoints.commands import ImportOptions
 from ftkit.extensions.foreign_checkpoints.deepspeed import DeepSpeedRun, zero_directory
@@ -338,6 +338,7 @@ class _Imported:
 def _read(run: ForeignRun, recipe_source: ImportRecipe, display: Display) -> _Imported:
     recipe = recipe_source.read()
     check_data(recipe.data, recipe.eval.sets)
+    check_run_length(recipe)
     with without_limits():  # those are for the checkpoint
         base = open_base(recipe.checkpoint_dir, recipe.implementation, token=recipe.access_token)
     # The limits are for the checkpoint; the base model, whose size is checked, comes on top.

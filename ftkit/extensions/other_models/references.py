@@ -22,7 +22,7 @@ from ftkit.data.media import with_media
 from ftkit.data.samples.layout import FILLER, IntArray, RankLayout
 from ftkit.data.samples.loader import inference_loader
 from ftkit.data.samples.sample_set import Samples
-from ftkit.data.samples.sampler import ElasticOrder
+from ftkit.data.samples.sampler import StepOrder
 from ftkit.errors import UserError
 from ftkit.evaluation.validation import Wanted
 from ftkit.extensions.other_models.reference import (
@@ -222,7 +222,7 @@ def _digest(adapter: Adapter) -> str:
 
 
 def samples_of_run(
-    data: DataSets, further: Samples | None, order: ElasticOrder, validation_limit: int
+    data: DataSets, further: Samples | None, order: StepOrder, validation_limit: int
 ) -> list[Wanted]:
     """List what a run trains on and validates on.
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
-from ftkit.data.sources import check_data
+from ftkit.data.sources import check_data, check_run_length
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserError
 from ftkit.extensions.comparison.commands import CompareOptions
 from ftkit.extensions.comparison.compare import compare_runs
@@ -147,6 +147,7 @@ def _check(run: SweepRun) -> None:
     try:
         preference = objective_rules(recipe.objective).preference
         check_data(recipe.data, recipe.eval.sets, preference=preference)
+        check_run_length(recipe)
         # An automatic micro-batch takes a prediction of seconds, which each run makes itself.
         if recipe.train.auto_key is None:
             make_plan(recipe, find_devices(recipe.accelerator, recipe.devices))

@@ -470,6 +470,8 @@ def _rows_of_example(example: AnsweredExample) -> Iterator[tuple[str, str]]:
 def summary_text(resolved: Resolved, method: str) -> str:
     """Return model, devices and steps of a run, in two lines."""
     assert resolved.parameters and resolved.trainable_parameters
+    of_epoch = resolved.samples_per_epoch
+    per_epoch = "" if of_epoch is None else f", {of_epoch:,} samples per epoch"
     return (
         f"{method} fine-tuning of {resolved.base_model}: "
         f"{resolved.trainable_parameters:,} of {resolved.parameters:,} parameters, "
@@ -479,8 +481,7 @@ def summary_text(resolved: Resolved, method: str) -> str:
         f"{_kept_line(resolved)}"
         f"{count_text(resolved.total_steps or 0, 'step')} of "
         f"{_step_text(resolved)} "
-        f"({_micro_steps(resolved)}), "
-        f"{resolved.samples_per_epoch:,} samples per epoch"
+        f"({_micro_steps(resolved)}){per_epoch}"
     )
 
 

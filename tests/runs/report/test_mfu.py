@@ -236,7 +236,7 @@ def test_the_report_has_the_share_of_the_peak_that_was_used(
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
         recorder._device = torch.device("cuda")
         recorder._plan = dataclasses.replace(recorder._plan, precision="bf16-true")
-        recorder.expect(100, 0.25 * 989.4e12 / 2000, Routing((), 0, None))
+        recorder.expect(lambda samples: samples / 100, 0.25 * 989.4e12 / 2000, Routing((), 0, None))
         time.sleep(0.01)  # the share of the CPU is over some time
     assert recorder.report.throughput is not None
     assert recorder.report.throughput.tokens_per_s == pytest.approx(2000)

@@ -1,0 +1,1 @@
+"""Documents in many files, read as they are trained on: `--data Corpus`."""
