@@ -11,9 +11,9 @@ KNOWN_MICRO_BATCH: dict[MicroBatchKey, int] = {"micro_batch_size": 1, "micro_bat
 """Values to try where nothing is known of the device."""
 
 
-def count_micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
+def count_micro_steps(samples: int, micro_batch_size: int, data_ranks: int) -> int:
     """Forward and backward passes of each rank for this many samples over all ranks."""
-    return math.ceil(samples / (micro_batch_size * world_size))
+    return math.ceil(samples / (micro_batch_size * data_ranks))
 
 
 def micro_batch(facts: Facts) -> tuple[int, int | None, list[str]]:
