@@ -19,7 +19,7 @@ from ftkit.models.generation import Context, ReadMedia, answer_greedily, length_
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.companion import Companion
-from ftkit.objectives.objective import Objective, checked_sums
+from ftkit.objectives.objective import EXCHANGE, Objective, checked_sums
 from ftkit.objectives.step_loss import mismatched_statistics
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
@@ -136,6 +136,7 @@ def validation_loss(
         if done % STOP_INTERVAL == 1 and stopped():
             return None
         batch = move_data_to_device(batch, device)
+        batch[EXCHANGE] = model.body.exchange
         if companion is not None:
             companion.add_to(batch)
         if statistics is not None:

@@ -440,7 +440,10 @@ def _saved_micro_batch(start: Start, plan: Plan) -> MicroBatch | None:
     saved = start.metadata.layout
     there = (saved.accelerator, saved.strategy, saved.devices, saved.num_nodes, saved.precision)
     here = (plan.accelerator, plan.strategy, plan.devices, plan.num_nodes, plan.precision)
-    if plan.chosen is None or here != there:
+    if plan.chosen is None or plan.mesh.context > 1 or here != there:
+        return None
+    # More than usual is of ranks that shared their rows.
+    if (saved.micro_batch_tokens or 0) > (plan.chosen.tokens or 0):
         return None
     found = MicroBatch(
         sequences=saved.micro_batch_size, tokens=saved.micro_batch_tokens, source="checkpoint"

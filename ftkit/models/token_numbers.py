@@ -34,8 +34,9 @@ class TokenNumbers:
     def __init__(self) -> None:
         self.hashes: Tensor | None = None
         """[tokens, 1] int32, of the rows that are computed; None: they are of no known tokens."""
-        self.spans: list[tuple[int, int]] = []
-        """First row and length of each sample in the micro-batch, without fillers."""
+        self.spans: list[tuple[int, int, int]] = []
+        """First row, last row + 1 and tokens of each sample in the micro-batch, without fillers; of
+        one that other ranks have too, the rows here."""
         self.dropouts: list[TokenDropout] = []
         """Layers that use the numbers."""
         self.is_used = False
@@ -78,19 +79,24 @@ class TokenNumbers:
         if not self.is_used:
             yield
             return
-        input_ids, lengths = batch["input_ids"], batch["lengths"]
+        input_ids, lengths, row = batch["input_ids"], batch["lengths"], batch["sequence_lengths"]
         # In a row, samples follow each other; padded ones begin at equal distances.
-        apart = 0 if batch["sequence_lengths"] is not None else input_ids.shape[1]
-        of_tokens = np.zeros((input_ids.numel(), 1), dtype=np.int64)
+        apart = 0 if row is not None else input_ids.shape[1]
+        # Of the whole row, of which this rank may have a piece.
+        of_tokens = np.zeros((input_ids.numel() if row is None else sum(row), 1), dtype=np.int64)
+        first = batch["first"]
+        end = first + input_ids.numel()
         start = 0
         for number, length in zip(batch["numbers"], lengths, strict=True):
             # Samples that only fill a micro-batch have no number: nothing is learned of them.
             if number >= 0:
                 of_sample = hashes(f"{self.seed} {step} {number}", length)
                 of_tokens[start : start + length, 0] = of_sample
-                self.spans.append((start, length))
+                if first < start + length and start < end:
+                    here = max(start, first) - first, min(start + length, end) - first
+                    self.spans.append((*here, length))
             start += apart or length
-        self.hashes = _on(input_ids.device, of_tokens)
+        self.hashes = _on(input_ids.device, of_tokens[first:end])
         try:
             yield
         finally:

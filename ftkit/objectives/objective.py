@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.errors import UserError
+from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.loss import HeadOutput
 from ftkit.recipe.objectives import objective_options, objective_row
 from ftkit.recipe.recipe import Component
@@ -19,6 +20,8 @@ from ftkit.utils.accelerators.use import sum_dtype
 
 Batch = dict[str, Any]
 """Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
+EXCHANGE = "exchange"
+"""Key of what a micro-batch is given where ranks share its sequences: how they exchange."""
 LOSS = "loss"
 """Name of the loss of a step, and of the term of an objective that has one alone."""
 Amounts = Mapping[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
@@ -65,6 +68,8 @@ class Objective(ABC):
     is_smoothed = False
     """Whether train.label_smoothing applies: to what `SummedLoss` computes without a `token_loss`.
     A class of a plugin that has another `output` does not inherit it."""
+    of_sequences = False
+    """Whether its sums are of whole sequences, by `sequence_sums`, and not of tokens."""
     is_cross_entropy = False
     """Whether exp(validation loss) is a perplexity."""
 
@@ -220,11 +225,28 @@ def checked_sums(objective: Objective, output: Tensor, batch: Batch) -> Sequence
                 f"{name}.sums: the sum of the term {term.name} has to be a scalar tensor, but is "
                 f"{found}. Sum a tensor, without .item()."
             )
-    return sums
+    return shares_of_rank(objective, sums, batch)
+
+
+def shares_of_rank(objective: Objective, sums: Sequence[Tensor], batch: Batch) -> Sequence[Tensor]:
+    """Return what this rank adds to sums over all ranks.
+
+    Args:
+        objective: which has computed them.
+        sums: of a micro-batch, or of the tokens of it that are here.
+        batch: the micro-batch.
+    """
+    exchange: Exchange | None = batch.get(EXCHANGE)
+    if exchange is None or not objective.of_sequences:
+        return sums
+    # All ranks that share the sequences have computed the same.
+    return [value / exchange.piece.count for value in sums]
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
     """Sum a number of each label token over its sequence.
+
+    Where ranks share sequences, each calls this with its tokens.
 
     Args:
         values: [labels].
@@ -237,4 +259,6 @@ def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
     kind, count = sum_dtype(values.device), len(batch["lengths"])
     # One more: labels that only pad the micro-batch are of no sequence.
     sums = torch.zeros(count + 1, dtype=kind, device=values.device)
-    return sums.index_add(0, batch["label_sequences"], values.to(kind))[:count]
+    sums = sums.index_add(0, batch["label_sequences"], values.to(kind))[:count]
+    exchange: Exchange | None = batch.get(EXCHANGE)
+    return sums if exchange is None else exchange.summed(sums)

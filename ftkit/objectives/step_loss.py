@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.objectives.companion import Companion, Context
-from ftkit.objectives.objective import Batch, Objective, checked_sums
+from ftkit.objectives.objective import EXCHANGE, Batch, Objective, checked_sums, shares_of_rank
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -90,12 +90,13 @@ class StepLoss:
             self._statistics = sum_over_ranks(self._statistics)
 
     def refer(self, batch: Batch) -> None:
-        """Add what the objective needs of another model to a micro-batch.
+        """Add what the objective needs of other ranks, and of another model, to a micro-batch.
 
         Args:
             batch: on its device; outside `watching` and without noise, which are of the model that
                 is trained.
         """
+        batch[EXCHANGE] = self._model.body.exchange
         if self._companion is not None:
             self._companion.add_to(batch)
 
@@ -163,7 +164,7 @@ def mismatched_statistics(
     Returns:
         [statistics].
     """
-    mismatched: Batch = dict(batch["mismatched"])
+    mismatched: Batch = {**batch["mismatched"], EXCHANGE: model.body.exchange}
     is_training = model.training
     model.eval()
     with context():
@@ -173,4 +174,5 @@ def mismatched_statistics(
     # and refuses those of an adapter that was off then.
     if companion is not None:
         companion.add_to(mismatched)
-    return objective.statistics(output, mismatched)
+    (found,) = shares_of_rank(objective, [objective.statistics(output, mismatched)], mismatched)
+    return found

@@ -45,6 +45,11 @@ def with_encoder(base: BaseModel, plan: Plan, kinds: Iterable[str]) -> BaseModel
             f"The records have {row.noun}, whose sizes differ, but {plan.accelerator} devices "
             "compile a program for each size. Try another --accelerator."
         )
+    if plan.mesh.context > 1:
+        raise UserError(
+            f"The records have {row.noun}, but strategy.context is {plan.mesh.context}, and ranks "
+            "share sequences of texts alone so far. Try --strategy.context 1."
+        )
     made = base.architecture.with_encoder(row.encoder_place)
     return dataclasses.replace(base, architecture=made)
 

@@ -178,7 +178,7 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
         memory.
     """
     is_row = planned_path(base.architecture.attention, plan) != "padded"
-    least = largest_micro_batch(1, 2, padding_free=is_row)
+    least = largest_micro_batch(1, 2, padding_free=is_row, pieces=plan.mesh.context)
     # More than in training: all samples are one step, so no micro-batch is cut short.
     samples = plan.micro_batch_size if is_row else plan.padded_samples(max(1, tokens - 1))
     most = largest_micro_batch(
@@ -186,6 +186,7 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
         tokens,
         padding_free=is_row,
         most_tokens=plan.micro_batch_tokens if is_row else None,
+        pieces=plan.mesh.context,
     )
 
     def needed(batch: MicroBatchSize) -> tuple[int, int]:
@@ -253,6 +254,7 @@ def heaviest_micro_batch(
         tokens,
         padding_free=is_row,
         most_tokens=plan.micro_batch_tokens if is_row else None,
+        pieces=plan.mesh.context,
         # Labels that only pad have a weight, 0.
         weighted=weighted or plan.kind.compiles_shapes,
         scored=rules.scores,

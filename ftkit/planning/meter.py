@@ -302,6 +302,7 @@ def _size_of(batch: dict[str, Any]) -> MicroBatchSize:
         positions=max(lengths),
         targets=targets,
         tokens=positions,
+        pieces=sum(lengths) // positions,
         weighted=weighted,
         media=media,
     )

@@ -236,6 +236,7 @@ class Planned:
             "devices": plan.devices,
             "num_nodes": plan.num_nodes,
             "world_size": plan.world_size,
+            "context": plan.mesh.context,
             "strategy": plan.strategy,
             "precision": plan.precision,
             "optimizer": plan.recipe.optimizer["class_path"],
@@ -315,7 +316,10 @@ def plan_files(
 
     least = 1 if key == "micro_batch_size" else with_bound(1).micro_batch.least
     nodes = 1 if recipe.num_nodes == "auto" else recipe.num_nodes
-    whole = with_bound(math.ceil(recipe.train.global_batch_size / (nodes * ranks)) * least)
+    # Another value is refused where the plan is made.
+    sharing = recipe.strategy["init_args"].get("context")
+    data_ranks = nodes * ranks / (sharing if type(sharing) is int and sharing > 0 else 1)
+    whole = with_bound(math.ceil(recipe.train.global_batch_size / data_ranks) * least)
     return whole if whole.fits else largest_that_fits(whole, with_bound) or with_bound(least)
 
 
@@ -552,20 +556,24 @@ def certain_micro_batch(
     taken = 0 if steps is None or recipe.train.max_time or recipe.resume is not False else steps
     if recipe.train.global_batch_tokens is not None or recipe.train.step_ends_with_epoch:
         taken = 0  # how long the samples of its micro-batches are is known only in the run
+    pieces = made.mesh.context
     if known is None or not known.at_least or samples is None or taken * batch < samples:
-        return largest_micro_batch(1, 2, padding_free=padding_free)
-    places = made.micro_batch_size * made.world_size
+        return largest_micro_batch(1, 2, padding_free=padding_free, pieces=pieces)
+    places = made.micro_batch_size * made.mesh.data_ranks
     is_even = made.micro_steps is not None and places * made.micro_steps == batch
     rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
     targets = known.label_tokens + rows - 1
     positions = known.at_least - 1
     if objective_rules(recipe.objective).scores:
         targets, positions = rows, known.at_least
+    in_row = positions + rows - 1
+    here = -(-in_row // pieces)
     return MicroBatchSize(
-        sequences=rows,
+        sequences=rows + (here * pieces > in_row),
         positions=positions,
-        targets=targets,
-        tokens=positions + rows - 1 if padding_free else None,
+        targets=-(-targets // pieces),  # the rank that has most
+        tokens=here if padding_free else None,
+        pieces=pieces,
         weighted=known.weighted,
     )
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftkit.data.records.media import MEDIA
 from ftkit.errors import UserError
 from ftkit.models.bodies.attention import attention_kernel
+from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.dry_run import modules_passed_back
 from ftkit.models.fake_tensors import fake_tensors
@@ -89,6 +90,7 @@ def largest_micro_batch(
     *,
     padding_free: bool = False,
     most_tokens: int | None = None,
+    pieces: int = 1,
     weighted: bool = False,
     scored: bool = False,
 ) -> MicroBatchSize:
@@ -99,6 +101,7 @@ def largest_micro_batch(
         tokens: of the longest sample.
         padding_free: whether they lie in a row.
         most_tokens: of a row, but for a longer sample; None: as many as the samples have.
+        pieces: ranks that share a row.
         weighted: whether their labels have weights.
         scored: whether each sequence has a score; else all tokens carry loss.
     """
@@ -108,11 +111,14 @@ def largest_micro_batch(
     if most_tokens is not None:
         in_all = min(in_all, max(most_tokens, positions))
         sequences = -(-in_all // positions)
+    here = -(-in_all // pieces)
     return MicroBatchSize(
-        sequences=sequences,
+        # What fills up a row is one more.
+        sequences=sequences + (here * pieces > in_all),
         positions=positions,
-        targets=sequences if scored else in_all,
-        tokens=in_all if padding_free else None,
+        targets=sequences if scored else here,
+        tokens=here if padding_free else None,
+        pieces=pieces,
         weighted=weighted,
     )
 
@@ -226,11 +232,14 @@ def _run(
     model.routing = model.body.watch_routing(
         trained_router_loss(base.architecture, recipe.router_aux_loss_coef)
     )
+    model.body.exchange = _without_ranks(plan)
     host = _HostMemory()
     # On CPUs all of it is host memory.
     if model.offloading is not None and plan.accelerator != HOST_KIND:
         model.offloading.copies = host
     frozen = None if beside is None else outline_frozen(beside, plan)
+    if frozen is not None:
+        frozen.body.exchange = _without_ranks(plan)
     sizes = _sizes(
         model, frozen, plan.shards, is_teacher=objective_rules(recipe.objective).needs_teacher
     )
@@ -274,6 +283,7 @@ def _run(
 
 def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) -> Simulation:
     model = outline_frozen(with_layers(base, layers), plan)
+    model.body.exchange = _without_ranks(plan)
     strategy = make_strategy(plan)
     sizes = _sizes(None, model, plan.shards, is_teacher=False)
     with strategy.simulated() as sharding, fake_tensors():
@@ -288,6 +298,12 @@ def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) 
             sequence_log_probabilities(model, _made(batch))
         peaks = {s.name: s.peak for s in live.stretches() if s.name}
     return Simulation(peaks, sizes)
+
+
+def _without_ranks(plan: Plan) -> Exchange | None:
+    """Exchange with ranks that are not there, if the plan has some that share rows."""
+    mesh = plan.mesh
+    return None if mesh.context == 1 else Exchange(mesh.piece(0), group=None)
 
 
 @contextmanager
@@ -462,6 +478,7 @@ def _made(size: MicroBatchSize, media: Any = None) -> Batch:
         "lengths": size.lengths or (size.positions,) * size.sequences,
         "numbers": tuple(range(size.sequences)),
         "sequence_lengths": size.lengths,
+        "first": 0,
         "divisors": defaultdict(lambda: divisor),
     }
     if size.weighted:

@@ -19,6 +19,8 @@ Try = Callable[[Sequence[Override]], Planned]
 """The plan with some keys changed."""
 # GPUs of one usual machine.
 _DEVICES = (2, 4, 8)
+_SHARDED, _SHARED = "FSDP on", "sequences over"
+"""Beginnings of titles of changes that are tried with several numbers of ranks."""
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad")
 """Arguments of torch's optimizers that bitsandbytes' do not know or that mean something else."""
 _FEWEST_TOKENS = 128
@@ -75,8 +77,8 @@ def changes_that_fit(planned: Planned, attempt: Try, *, most: int | None = None)
     for step in single:
         if enough():
             break
-        more_devices = step.title.startswith("FSDP on")
-        if more_devices and any(c.planned.fits and "FSDP on" in c.title for c in found):
+        counted = next((title for title in (_SHARDED, _SHARED) if title in step.title), None)
+        if counted and any(c.planned.fits and counted in c.title for c in found):
             continue  # fewer are enough
         if change := _least(planned, [step], attempt):
             found.append(change)
@@ -129,6 +131,10 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         )
     if not recipe.memory.activation_checkpointing:
         yield _Step("activation checkpointing", (("memory.activation_checkpointing", "true"),))
+    # Refused where strategy, model or data do not allow it.
+    for count in _DEVICES:
+        if count > plan.mesh.context and plan.world_size % count == 0:
+            yield _shared_by(count)
     if planned.beside is not None and plan.shards_beside < plan.world_size and plan.shards == 1:
         yield _Step("frozen model sharded", (("memory.shard_model_beside", "true"),))
     if not isinstance(recipe, LoraRecipe):
@@ -146,7 +152,7 @@ def _single(planned: Planned, gpu: Gpu) -> Iterator[_Step]:
         return
     for count in _DEVICES:
         if plan.num_nodes == 1 and count > plan.devices:
-            yield _Step(f"FSDP on {count} GPUs", (("devices", str(count)), ("strategy", "fsdp")))
+            yield _Step(f"{_SHARDED} {count} GPUs", (("devices", str(count)), ("strategy", "fsdp")))
     if not plan.rules.offloads(plan.options):
         yield _Step(
             "parameters and optimizer in host memory",
@@ -167,6 +173,10 @@ def _could_update_in_backward(planned: Planned) -> bool:
     )
 
 
+def _shared_by(ranks: int) -> _Step:
+    return _Step(f"{_SHARED} {ranks} ranks", (("strategy.context", str(ranks)),))
+
+
 def _together(single: Sequence[_Step]) -> Iterator[list[_Step]]:
     """Several changes at once, more and more of them."""
     by_title = {step.title: step for step in single}
@@ -178,10 +188,14 @@ def _together(single: Sequence[_Step]) -> Iterator[list[_Step]]:
         if title in by_title:
             yield [*gentle, by_title[title]]
     for count in _DEVICES:
-        if step := by_title.get(f"FSDP on {count} GPUs"):
+        if step := by_title.get(f"{_SHARED} {count} ranks"):
+            yield [*gentle, step]
+    for count in _DEVICES:
+        if step := by_title.get(f"{_SHARDED} {count} GPUs"):
             yield [*gentle, step]
             if "QLoRA" in by_title:
                 yield [*gentle, by_title["QLoRA"], step]
+            yield [*gentle, step, _shared_by(count)]
 
 
 _GENTLE = (

@@ -189,6 +189,8 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
     if planned.published:
         yield "published", published_text(planned.published, quantize)
     settings = [f"{plan.world_size} x {plan.kind.noun}", plan.strategy, plan.precision]
+    if (ranks := plan.mesh.context) > 1:
+        settings.insert(2, f"sequences over {ranks} ranks")
     if quantize:
         settings.append(quantize)
     settings += [rounded] if (rounded := rounding_of(plan.recipe)) else []

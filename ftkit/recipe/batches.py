@@ -7,6 +7,7 @@ from typing import Literal
 
 from ftkit.errors import UserError
 from ftkit.recipe.facts import Facts
+from ftkit.recipe.mesh import Mesh
 from ftkit.recipe.recipe import MicroBatchKey, Train
 from ftkit.utils.accelerators.kinds import DeviceKind
 
@@ -49,24 +50,26 @@ class MicroBatch:
         return dataclasses.replace(self, sequences=self.sequences // 2, halved=halved)
 
 
-def count_micro_steps(samples: int, micro_batch_size: int, world_size: int) -> int:
+def count_micro_steps(samples: int, micro_batch_size: int, data_ranks: int) -> int:
     """Forward and backward passes of each rank for this many samples over all ranks."""
-    return math.ceil(samples / (micro_batch_size * world_size))
+    return math.ceil(samples / (micro_batch_size * data_ranks))
 
 
-def usual_micro_batch(train: Train, kind: DeviceKind, world_size: int) -> MicroBatch:
+def usual_micro_batch(train: Train, kind: DeviceKind, mesh: Mesh) -> MicroBatch:
     """Return the micro-batch of a recipe that leaves it open, on devices with enough memory.
 
     Args:
         train: whose keys are open.
         kind: of the devices.
-        world_size: number of ranks.
+        mesh: of the ranks; those that share rows have the tokens of all of them together.
     """
     batch, tokens = train.global_batch_size, kind.enough_tokens
+    if tokens is not None:
+        tokens *= mesh.context
     if train.global_batch_tokens is not None:
         batch = train.global_batch_tokens  # a sample has one token at least
     elif train.optimizer_in_backward:  # which needs the step in one micro-batch
-        batch, tokens = math.ceil(batch / world_size), None
+        batch, tokens = math.ceil(batch / mesh.data_ranks), None
     return MicroBatch(
         sequences=1 if tokens is None and not train.optimizer_in_backward else batch,
         tokens=tokens,

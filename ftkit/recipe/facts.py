@@ -111,6 +111,10 @@ class StrategyRules:
         """Whether its library is there."""
         return True
 
+    def context(self, options: Any) -> int:
+        """Number of neighbouring ranks that share rows of tokens."""
+        return 1
+
     def sharding(self, options: Any) -> str:
         """Return which state is sharded over the ranks, in words."""
         return "nothing"

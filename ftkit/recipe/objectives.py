@@ -58,6 +58,9 @@ class ObjectiveRules:
     """Whether the samples of a step are compared with each other, so that it has at least two."""
     is_smoothed: bool = False
     """Whether train.label_smoothing applies to its loss."""
+    shares_sequences: bool = False
+    """Whether ranks may each have pieces of its sequences (strategy.context): its sums are over
+    tokens, or of `ftkit.objectives.objective.sequence_sums`."""
 
     @property
     def sequences(self) -> int:
@@ -138,6 +141,7 @@ OBJECTIVES = Registry(
             name="sft",
             summary="the answers of records",
             class_path="ftkit.objectives.supervised.Supervised",
+            shares_sequences=True,
             options=SftOptions,
             is_smoothed=True,
         ),
@@ -145,12 +149,14 @@ OBJECTIVES = Registry(
             name="dft",
             summary="the answers of records; unlikely tokens weigh less",
             class_path="ftkit.objectives.supervised.Dft",
+            shares_sequences=True,
             options=DftOptions,
         ),
         ObjectiveRow(
             name="eaft",
             summary="the answers of records; tokens of which the model is sure weigh less",
             class_path="ftkit.objectives.supervised.Eaft",
+            shares_sequences=True,
             options=EaftOptions,
         ),
     ],

@@ -15,9 +15,11 @@ from ftkit.recipe.batches import (
     micro_batch,
     usual_micro_batch,
 )
+from ftkit.recipe.context import check_context
 from ftkit.recipe.devices import Devices, ranks_of
 from ftkit.recipe.facts import Facts, Rule, StrategyRules
 from ftkit.recipe.kernels import check_kernels
+from ftkit.recipe.mesh import Mesh
 from ftkit.recipe.objectives import check_objective, model_beside, objective_rules
 from ftkit.recipe.optimizers import check_optimizer, check_optimizer_bits
 from ftkit.recipe.quantizations import check_quantize, check_shared_base
@@ -45,10 +47,11 @@ class Plan:
     num_nodes: int
     """Machines."""
     micro_batch_size: int
-    """Most sequences per forward pass on one rank; never more than the global batch."""
+    """Most sequences per forward pass on one rank, or on those that share rows; never more than the
+    global batch."""
     micro_batch_tokens: int | None = None
-    """Most tokens per forward pass on one rank, but for a longer sequence, which runs alone; None:
-    as many as the sequences have."""
+    """Most tokens per forward pass on one rank, or on those that share rows, but for a longer
+    sequence, which runs alone; None: as many as the sequences have."""
     chosen: MicroBatch | None = None
     """These limits, if ftkit chose them; None: the recipe names one."""
     has_flash: bool = False
@@ -60,6 +63,11 @@ class Plan:
     def world_size(self) -> int:
         """Number of ranks on all machines."""
         return self.devices * self.num_nodes
+
+    @property
+    def mesh(self) -> Mesh:
+        """Which of the ranks share what."""
+        return Mesh(world_size=self.world_size, context=self.rules.context(self.options))
 
     @property
     def shards(self) -> int:
@@ -80,8 +88,8 @@ class Plan:
             return self.rows
         if self.recipe.train.global_batch_tokens is not None:
             return self.micro_batch_size
-        # The samples of a step are spread evenly over its ranks.
-        of_rank = math.ceil(self.recipe.train.global_batch_size / self.world_size)
+        # The samples of a step are spread evenly over the ranks that have their own.
+        of_rank = math.ceil(self.recipe.train.global_batch_size / self.mesh.data_ranks)
         return min(self.micro_batch_size, of_rank)
 
     @property
@@ -91,8 +99,9 @@ class Plan:
         if self.recipe.train.global_batch_tokens is not None:
             return self.micro_batch_size
         # In as many micro-steps, with the fewest fillers.
-        places = count_micro_steps(samples, self.micro_batch_size, self.world_size)
-        return math.ceil(samples / (places * self.world_size))
+        ranks = self.mesh.data_ranks
+        places = count_micro_steps(samples, self.micro_batch_size, ranks)
+        return math.ceil(samples / (places * ranks))
 
     @property
     def rules(self) -> StrategyRules:
@@ -129,8 +138,9 @@ class Plan:
         if self.recipe.train.global_batch_tokens is not None:
             return None
         samples = self.recipe.train.global_batch_size
-        fewest = count_micro_steps(samples, self.micro_batch_size, self.world_size)
-        most = count_micro_steps(samples, 1, self.world_size)
+        ranks = self.mesh.data_ranks
+        fewest = count_micro_steps(samples, self.micro_batch_size, ranks)
+        most = count_micro_steps(samples, 1, ranks)
         return fewest if self.micro_batch_tokens is None or fewest == most else None
 
     @property
@@ -157,11 +167,12 @@ class Plan:
         samples = self.recipe.train.global_batch_size
         if of_step is not None:
             samples = max(1, of_step // tokens)
-        return count_micro_steps(samples, self.sequences_of(tokens), self.world_size)
+        return count_micro_steps(samples, self.sequences_of(tokens), self.mesh.data_ranks)
 
 
 _RULES: tuple[Rule, ...] = (
     check_strategy,
+    check_context,
     check_shared_base,
     check_optimizer,
     check_float16,
@@ -215,7 +226,8 @@ def make_plan(
     if not recipe.train.is_open:
         chosen = None
     elif chosen is None:
-        chosen = usual_micro_batch(recipe.train, facts.kind, facts.world_size)
+        mesh = Mesh(world_size=facts.world_size, context=facts.strategy.context(options))
+        chosen = usual_micro_batch(recipe.train, facts.kind, mesh)
     size, tokens, notes = micro_batch(facts, chosen)
     plan = Plan(
         recipe=recipe,
@@ -256,7 +268,7 @@ def _check_in_backward(plan: Plan) -> None:
             f"gradients are added up before the first update. Try --train.{key} null"
         )
     elif plan.micro_steps > 1:
-        whole = math.ceil(train.global_batch_size / plan.world_size)
+        whole = math.ceil(train.global_batch_size / plan.mesh.data_ranks)
         why = (
             f"a step has {plan.micro_steps} micro-batches, whose gradients are added up before "
             f"the first update. Try --train.micro_batch_size {whole}"

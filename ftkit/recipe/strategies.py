@@ -157,6 +157,13 @@ def _options(recipe: Recipe, rules: StrategyRules) -> Any:
         if key not in kinds:
             known = f"It takes {', '.join(kinds)}." if kinds else "It takes none; remove it."
             raise UserError(f"strategy.{key} is not an option of {rules.name}. {known}")
+        if kinds[key] is int:
+            if type(value) is not int or value < 1:
+                raise UserError(
+                    f"strategy.{key} is {value!r}, but must be a whole number of at least 1. "
+                    f"Try --strategy.{key} 2."
+                )
+            continue
         choices = get_args(kinds[key]) or (True, False)
         # The second condition, because True equals 1 in Python.
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):

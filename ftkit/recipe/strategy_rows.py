@@ -1,15 +1,25 @@
 """Strategies without torch: names, options, and what each cannot run."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.facts import Facts, NoOptions, StrategyRules
+from ftkit.recipe.facts import Facts, StrategyRules
 from ftkit.utils.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class FsdpOptions:
+class DdpOptions:
+    """Options of `strategy: ddp`, which fsdp has too."""
+
+    context: int = 1
+    """Neighbouring ranks that share the sequences of each micro-batch: each has a piece of its
+    tokens, so that activations take 1 / context of the memory. The loss stays the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpOptions(DdpOptions):
     """Options of `strategy: fsdp`."""
 
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
@@ -40,8 +50,12 @@ class DdpRules(StrategyRules):
 
     name = "ddp"
     class_path = "ftkit.strategies.strategy.Ddp"
+    options = DdpOptions
 
-    def needs_all_gradients(self, options: NoOptions) -> str:
+    def context(self, options: DdpOptions) -> int:
+        return options.context
+
+    def needs_all_gradients(self, options: DdpOptions) -> str:
         return "keeps memory for all gradients, in which ranks add them up. Try --strategy fsdp"
 
 
@@ -54,6 +68,9 @@ class FsdpRules(StrategyRules):
     shares = "with fsdp a rank only has some rows of each"
     scales_loss = False
     shards_base = True
+
+    def context(self, options: FsdpOptions) -> int:
+        return options.context
 
     def sharding(self, options: FsdpOptions) -> str:
         where = ", in host memory" if options.cpu_offload else ""
@@ -78,6 +95,13 @@ class FsdpRules(StrategyRules):
                 "strategy.sharding is HYBRID_SHARD, which shards among the devices of each node, "
                 f"but devices is {facts.ranks_here} and num_nodes is {facts.num_nodes}: both must "
                 "be at least 2. Try --strategy.sharding FULL_SHARD."
+            )
+        if is_hybrid and facts.ranks_here % facts.options.context:
+            raise UserError(
+                f"strategy.context is {facts.options.context} and strategy.sharding is "
+                f"HYBRID_SHARD, but devices is {facts.ranks_here}: ranks that share sequences must "
+                "be of one node. Try --strategy.sharding FULL_SHARD, or --strategy.context "
+                f"{math.gcd(facts.ranks_here, facts.options.context)}."
             )
 
 

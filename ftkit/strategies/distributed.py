@@ -1,6 +1,8 @@
 """Ranks: their numbers and devices, sums over them, and broadcasts from rank 0."""
 
 import os
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftkit.recipe.mesh import Mesh
 from ftkit.utils.accelerators.kinds import HOST_KIND, kind_of_backend
 
 
@@ -45,6 +48,19 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+@cache
+def context_group(mesh: Mesh, accelerator: str) -> Any:
+    """Process group of the ranks that share rows with this one.
+
+    Making it is a collective, so it is made once.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (mesh.data_ranks, mesh.context)
+    made = init_device_mesh(accelerator, shape, mesh_dim_names=("data", "context"))
+    return made.get_group("context")
 
 
 def local_rank() -> int:

@@ -85,5 +85,6 @@ def frozen(
         adapter=adapter,
         progress=progress,
     )
+    model.body.exchange = strategy.exchange
     with strategy.computing_with(model.eval()):
         yield model

@@ -80,9 +80,12 @@ class MicroBatchSize:
     positions: int
     """Positions of each padded sequence, or of the longest sequence in a row without padding."""
     targets: int
-    """Positions that carry loss, over all sequences."""
+    """Positions that carry loss, over all sequences; of those that a rank has."""
     tokens: int | None = None
-    """Tokens of all sequences in a row without padding; None: sequences are padded."""
+    """Tokens in a row without padding, of all sequences or of the piece that a rank has; None:
+    sequences are padded."""
+    pieces: int = 1
+    """Ranks that have pieces of the row, equally long."""
     weighted: bool = False
     """Whether the targets have weights."""
     media: MediaSize | None = None
@@ -90,7 +93,7 @@ class MicroBatchSize:
 
     @property
     def lengths(self) -> tuple[int, ...] | None:
-        """Lengths of sequences in a row, equal but for the longest one; None: they are padded.
+        """Lengths of sequences in a whole row, equal but for the longest; None: they are padded.
 
         Those with media come first, with their own lengths.
         """
@@ -102,7 +105,8 @@ class MicroBatchSize:
             known = (*known, self.positions)
         others = self.sequences - len(known)
         # Spread the remaining tokens over the other sequences as evenly as possible.
-        least, more = divmod(self.tokens - sum(known), others) if others else (0, 0)
+        rest = self.tokens * self.pieces - sum(known)
+        least, more = divmod(rest, others) if others else (0, 0)
         return (*known, *(least + 1,) * more, *(least,) * (others - more))
 
 

@@ -30,13 +30,14 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.language_model import LanguageModel, output_of, trainable
 from ftkit.models.load_weights import Sharding, Whole
 from ftkit.models.loss import HeadOutput
 from ftkit.recipe.optimizers import is_paged, traits_of
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
-from ftkit.strategies.distributed import make_device
+from ftkit.strategies.distributed import context_group, make_device, rank
 from ftkit.strategies.optimizer_trial import try_optimizer
 from ftkit.strategies.optimizers import (
     OptimizerInBackward,
@@ -187,6 +188,17 @@ class Strategy(ABC):
         from ftkit.strategies.fully_shard import over_all_ranks
 
         return over_all_ranks(self.plan)
+
+    @cached_property
+    def exchange(self) -> Exchange | None:
+        """Exchange with the ranks that share rows with this one; None: its rows are whole.
+
+        Every rank reads it, once the ranks are connected.
+        """
+        mesh = self.plan.mesh
+        if mesh.context == 1:
+            return None
+        return Exchange(mesh.piece(rank()), context_group(mesh, self.plan.accelerator))
 
     @property
     def device(self) -> torch.device:

@@ -550,6 +550,7 @@ def _load_model(setup: Setup, journal: Journal) -> None:
         adapter = read_adapter(recipe.adapter, base)
         check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
+    model.body.exchange = strategy.exchange
     # Before the weights are loaded: another model has its own, which are not to lie beside them.
     if setup.companion is not None:
         setup.companion.prepare(setup, journal)
@@ -737,6 +738,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         device=device_name,
         devices=plan.devices,
         world_size=plan.world_size,
+        context=plan.mesh.context if plan.mesh.context > 1 else None,
         strategy=plan.strategy,
         sharding=plan.sharding,
         communication=plan.communication,

@@ -30,8 +30,12 @@ KEYS = PLAIN | {
 def strategies(scene: Scene, found: Found) -> None:
     """Compare each strategy on two GPUs with one GPU."""
     losses: dict[str, list[float]] = {}
-    for strategy in ("single", "ddp", "fsdp", "deepspeed"):
-        out = scene.directory / strategy
+    shared = {"strategy__context": 2}
+    for name, keys in (
+        *((strategy, {}) for strategy in ("single", "ddp", "fsdp", "deepspeed")),
+        *((f"{strategy}, sequences over 2 ranks", shared) for strategy in ("ddp", "fsdp")),
+    ):
+        strategy, out = name.partition(",")[0], scene.directory / name
         done = ftkit(
             "finetune_full",
             **KEYS,
@@ -41,14 +45,15 @@ def strategies(scene: Scene, found: Found) -> None:
             strategy=strategy,
             devices=1 if strategy == "single" else 2,
             checkpoint__save=False,
+            **keys,
         )
         if done.returncode:
-            found.check(strategy, passed=False, said=exit_summary(done))
+            found.check(name, passed=False, said=exit_summary(done))
             continue
-        losses[strategy] = [float(r["loss"] or "nan") for r in read_metrics(out / "metrics.csv")]
-        pairs = zip(losses[strategy], losses.get("single", losses[strategy]), strict=True)
+        losses[name] = [float(r["loss"] or "nan") for r in read_metrics(out / "metrics.csv")]
+        pairs = zip(losses[name], losses.get("single", losses[name]), strict=True)
         apart = max(abs(a / b - 1) for a, b in pairs)
-        found.check(strategy, passed=apart < CLOSE, said=f"differs by {apart:.0e}")
+        found.check(name, passed=apart < CLOSE, said=f"differs by {apart:.0e}")
 
 
 def dead_rank(scene: Scene, found: Found) -> None:

@@ -30,6 +30,7 @@ def batch_of(*numbers: int, padding_free: bool = True) -> dict[str, Any]:
     return {
         "input_ids": torch.zeros(shape, dtype=torch.long),
         "lengths": lengths,
+        "first": 0,
         "sequence_lengths": lengths if padding_free else None,
         "numbers": numbers,
     }

@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, object]] = {
     "dft": {"objective": "dft"},
     "added tokens": {"data__add_tokens": "[colour of, red cat]"},
     "ddp": TWO | {"strategy": "ddp", "lora_mlp": True},
+    "sequences over two ranks": TWO | {"strategy": "ddp", "strategy__context": 2},
     "fsdp": TWO | {"strategy": "fsdp", "command": "finetune_full"},
 }
 WEIGHTED = "weights of records"

@@ -60,6 +60,8 @@ SHARDED_BESIDE = ("memory.shard_model_beside", True)
 ZERO_2 = ("strategy.stage", 2)
 LAST_LAYERS = ("train.only", "layers[.][23][.]|lm_head")
 LAST_MATRICES = (("train.only", "layers[.]3[.]"), ("train.freeze", "norm"))
+SHARED = (("strategy.context", 2),)
+SIMPO = (*PAIRS, ("objective", "simpo"))
 SYNC_ONCE = ("strategy.sync_every_micro_step", False)
 SINGLE = [
     Case("single", "full", "bf16-true", (WHOLE_BATCH, CHECKPOINTED)),
@@ -94,6 +96,7 @@ SEVERAL = [
     Case("ddp", "full"),
     Case("fsdp", "full", "bf16-mixed", (("train.micro_batch_size", 4),)),
     Case("fsdp", "lora", "bf16-true", (("quantize", "bnb.nf4"), CHECKPOINTED)),
+    Case("fsdp", "lora", "32-true", (*SHARED, ("lora_dropout", 0.1))),
 ]
 MORE_SEVERAL = [
     Case("ddp", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
@@ -108,6 +111,8 @@ MORE_SEVERAL = [
     Case("fsdp", "full", "32-true", (*REWARD, ("train.micro_batch_size", 2))),
     Case("ddp", "full", "32-true", (LAST_LAYERS,)),
     Case("fsdp", "full", "bf16-mixed", LAST_MATRICES),
+    Case("ddp", "full", "bf16-true", (*SHARED, WHOLE_BATCH)),
+    Case("fsdp", "full", "32-true", (*SHARED, *SIMPO, ("train.micro_batch_size", 2))),
 ]
 DEEPSPEED = [
     Case("deepspeed", "lora", "bf16-true", (("train.micro_batch_size", 4),)),

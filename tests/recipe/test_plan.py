@@ -14,6 +14,7 @@ from ftkit.errors import UserError
 from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.kernels import LIGER, check_kernels_installed
+from ftkit.recipe.objectives import objective_row
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Eval, Method, Recipe
@@ -326,6 +327,7 @@ def test_every_strategy_runs_on_cpus_and_gpus(strategy: str, devices: Devices) -
         (
             "fsdp",
             {
+                "context": 1,
                 "sharding": "FULL_SHARD",
                 "cpu_offload": False,
                 "prefetch": 0,
@@ -349,7 +351,11 @@ def test_a_strategy_without_options_has_its_defaults(
             {"strategy": "fsdp", "strategy.stage": 3},
             "strategy.stage ... fsdp ... sharding, cpu_offload, prefetch, sync_every_micro_step",
         ),
-        ({"strategy": "ddp", "strategy.stage": 3}, "strategy.stage ... ddp ... none ... remove it"),
+        ({"strategy": "ddp", "strategy.stage": 3}, "strategy.stage ... ddp ... takes context"),
+        (
+            {"strategy": "deepspeed", "strategy.context": 2},
+            "strategy.context is not an option of deepspeed ... takes stage",
+        ),
         (
             {"strategy": "deepspeed", "strategy.stage": 4},
             "strategy.stage is 4 ... 1, 2, 3 ... --strategy.stage 1",
@@ -425,6 +431,70 @@ def test_settings_that_a_strategy_cannot_run_are_refused_with_an_alternative(
     keys: dict[str, Any], message: str
 ) -> None:
     assert says(refusal(FOUR_GPUS, devices=2, **keys), message)
+
+
+@pytest.mark.extensions
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"strategy.context": 0}, "strategy.context is 0 ... at least 1 ... --strategy.context 2"),
+        ({"strategy.context": True}, "strategy.context is True ... --strategy.context 2"),
+        ({"strategy.context": 3}, "is 3 ... devices x num_nodes is 4 ... --strategy.context 2"),
+        ({"strategy.context": 8}, "is 8 ... devices x num_nodes is 4 ... --strategy.context 4"),
+        (
+            {"strategy.context": 2, "train.padding_free": False},
+            "train.padding_free is false ... --train.padding_free null",
+        ),
+        (
+            {"strategy.context": 2, "compile": True},
+            "compile is true ... --compile false, or --strategy.context 1",
+        ),
+        (
+            {"strategy.context": 2, "objective": "distill", "teacher": "large"},
+            "objective is distill ... sft, dft, eaft ... --strategy.context 1",
+        ),
+        (
+            {
+                "strategy": "fsdp",
+                "strategy.context": 4,
+                "strategy.sharding": "HYBRID_SHARD",
+                "num_nodes": 2,
+                "devices": 2,
+            },
+            "HYBRID_SHARD ... devices is 2 ... FULL_SHARD, or --strategy.context 2",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_ranks_that_cannot_share_sequences_are_refused(keys: dict[str, Any], message: str) -> None:
+    assert says(refusal(FOUR_GPUS, **{"devices": 4, **keys}), message)
+
+
+@pytest.mark.extensions
+def test_ranks_share_sequences_of_objectives_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"devices": 4, "strategy.context": 2}
+    for name in ("sft", "dft", "dpo", "kto", "reward"):
+        assert plan(FOUR_GPUS, objective=name, **keys).mesh.data_ranks == 2
+    silent = dataclasses.replace(objective_row("dpo"), shares_sequences=False)
+    monkeypatch.setattr("ftkit.recipe.context.objective_rules", lambda _: silent)
+    message = refusal(FOUR_GPUS, objective="dpo", **keys)
+    assert says(message, "strategy.context is 2 ... objective is dpo ... sft ... context 1")
+
+
+@pytest.mark.parametrize(("context", "largest", "steps"), [(1, 4, 1), (2, 8, 1), (4, 8, 2)])
+def test_ranks_that_share_sequences_are_one_rank_of_the_data(
+    context: int, largest: int, steps: int
+) -> None:
+    made = plan(
+        FOUR_GPUS,
+        strategy="ddp",
+        devices=4,
+        strategy__context=context,
+        train__global_batch_size=16,
+        train__micro_batch_size=8,
+    )
+    assert (made.world_size, made.mesh.data_ranks) == (4, 4 // context)
+    assert (made.largest_micro_batch, made.micro_steps) == (largest, steps)
 
 
 def test_single_on_several_devices_is_a_contradiction() -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ftkit.data.samples.shapes import FixedShapes
 from ftkit.recipe.batches import count_micro_steps
+from ftkit.recipe.mesh import WHOLE, Piece
 from ftkit.recipe.plan import Plan
 
 IntArray = npt.NDArray[np.int64]
@@ -44,7 +45,9 @@ class RankLayout:
     rank: int = 0
     """Number of this rank, in [0, world_size)."""
     world_size: int = 1
-    """Number of ranks."""
+    """Number of ranks that have micro-batches of their own; some that share them count as one."""
+    piece: Piece = WHOLE
+    """Piece of each row that this rank has."""
 
     @classmethod
     def of(
@@ -69,8 +72,9 @@ class RankLayout:
             padding_free=padding_free,
             shapes=shapes,
             attention_cost=attention_cost,
-            rank=rank,
-            world_size=plan.world_size,
+            rank=plan.mesh.data_rank(rank),
+            world_size=plan.mesh.data_ranks,
+            piece=plan.mesh.piece(rank),
         )
 
     def positions(self, lengths: IntArray) -> int:

@@ -23,6 +23,7 @@ from ftkit.data.samples.sample_set import Sample, Samples, mismatched
 from ftkit.data.samples.sampler import StepOrder
 from ftkit.data.samples.shapes import FixedShapes
 from ftkit.data.samples.stream import Stream
+from ftkit.recipe.mesh import WHOLE, Piece
 
 
 def collate(
@@ -32,6 +33,7 @@ def collate(
     per_sample: int = 1,
     weighted: bool = False,
     padding_free: bool = False,
+    piece: Piece = WHOLE,
     shapes: FixedShapes | None = None,
     is_last_of_step: bool = True,
     source: int | None = None,
@@ -48,6 +50,7 @@ def collate(
         per_sample: neighbours that are one sample.
         weighted: whether some label of the data set has a weight other than 1.
         padding_free: whether they come in a row.
+        piece: of the row, which ranks share: what is of tokens is of those in it.
         shapes: sizes to which micro-batches are padded; their rows are there, fillers included.
         is_last_of_step: whether an update follows it.
         source: the number of the one that all samples are of, if that counts.
@@ -57,10 +60,13 @@ def collate(
 
     Returns:
         input_ids: [1, tokens] int64, all but the last token of each sample; or [batch, sequence],
-            padded on the right with 0.
+            padded on the right with 0. A row that is shared ends with zeros that make its pieces
+            equal.
+        first: the place in the row of the first token here.
         is_real: like input_ids, bool: a token of a sample, no padding and no filler.
-        sequence_lengths: tokens of each sample in the row, fillers included; or None.
-        lengths: the same, also where there is no row.
+        sequence_lengths: tokens of each sample in the whole row, with fillers and what makes pieces
+            equal; or None.
+        lengths: tokens of each sample, also where there is no row.
         numbers: as given.
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.
@@ -74,7 +80,7 @@ def collate(
         desirable: [sequences] bool, labels of the answers; missing if they have none.
         divisors: by name, scalars in float64.
         is_last_of_step: as given.
-        samples: how many, without fillers.
+        samples: how many, without fillers; 0 but for the first piece.
         tokens: how many, without padding and fillers.
         padded_tokens: numbers in input_ids.
         source: as given.
@@ -84,8 +90,10 @@ def collate(
     lengths = [1 if sample is None else len(sample.ids) - 1 for sample in samples]
     width = max(lengths) if shapes is None else shapes.length_for(max(lengths))
     starts = np.cumsum([0, *lengths]) if padding_free else np.arange(len(lengths) + 1) * width
-    input_ids = np.zeros(starts[-1], dtype=np.int64)
-    is_real = np.zeros(starts[-1], dtype=np.bool_)
+    own = piece.span(int(starts[-1]))
+    filled = piece.tokens(int(starts[-1])) * piece.count
+    input_ids = np.zeros(filled, dtype=np.int64)
+    is_real = np.zeros(filled, dtype=np.bool_)
     label_indices = [np.empty(0, dtype=np.int64)]
     labels = [np.empty(0, dtype=np.int64)]
     weights = [np.empty(0, dtype=np.float32)]
@@ -107,6 +115,16 @@ def collate(
                 weights.append(np.full(end - first, weight, dtype=np.float32))
             label_counts[number] += end - first
     label_sequences = np.repeat(np.arange(len(samples)), label_counts)
+    row_lengths = [*lengths, filled - int(starts[-1])] if filled > starts[-1] else lengths
+    if piece.count > 1:
+        # The label of a token is of the next one, which another rank may have.
+        places = np.concatenate(label_indices)
+        here = (own.start <= places) & (places < own.stop)
+        label_indices, label_sequences = [places[here] - own.start], label_sequences[here]
+        labels = [np.concatenate(labels)[here]]
+        weights = [np.concatenate(weights)[here]] if weighted else weights
+        # Copies, so that nothing keeps the rest of the row.
+        input_ids, is_real = input_ids[own].copy(), is_real[own].copy()
     label_tokens = len(label_sequences)
     if shapes is not None and shapes.pads_labels:
         missing = shapes.labels(width) - label_tokens
@@ -135,7 +153,8 @@ def collate(
     return {
         "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
         "is_real": torch.from_numpy(is_real).view(1 if padding_free else len(lengths), -1),
-        "sequence_lengths": tuple(lengths) if padding_free else None,
+        "first": own.start,
+        "sequence_lengths": tuple(row_lengths) if padding_free else None,
         "lengths": tuple(lengths),
         "numbers": tuple(numbers),
         "label_indices": torch.from_numpy(np.concatenate(label_indices)),
@@ -150,8 +169,8 @@ def collate(
             name: torch.tensor(value, dtype=torch.float64) for name, value in divisors.items()
         },
         "is_last_of_step": is_last_of_step,
-        "samples": (len(samples) - fillers) // per_sample,
-        "tokens": sum(lengths) - fillers,
+        "samples": (len(samples) - fillers) // per_sample if piece.index == 0 else 0,
+        "tokens": int(is_real.sum()),
         "padded_tokens": input_ids.size,
         "source": source,
         **media,
@@ -212,14 +231,17 @@ def validation_loader(
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
-        Loader of what collate returns; the divisors are amounts of the batch alone.
+        Loader of what collate returns; the divisors are amounts of the batch alone, 0 but for the
+        first of the ranks that share it.
     """
     sources = samples.sources[:limit]
     keys: list[_Key] = []
     for source in np.unique(sources).tolist():
         for found in _batches(samples, np.flatnonzero(sources == source), layout):
             real = [i for i in found if i != FILLER]
-            sums = {name: float(values[real].sum()) for name, values in amounts.items()}
+            # Once for all ranks that share the batch.
+            counted = real if layout.piece.index == 0 else []
+            sums = {name: float(values[counted].sum()) for name, values in amounts.items()}
             before = [i if i == FILLER else (i - 1) % len(sources) for i in found]
             keys.append((found, before, sums, True, source))
     batches = _MicroBatches(samples, layout, mismatched=mismatched)
@@ -287,6 +309,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
         fills_media: bool = False,
     ) -> None:
         self._samples, self._padding_free = samples, layout.padding_free
+        self._piece = layout.piece
         self._fills_media = fills_media
         self._shapes = layout.shapes
         self._weighted = samples.label_weights is not None
@@ -316,6 +339,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             per_sample=each,
             weighted=self._weighted,
             padding_free=self._padding_free,
+            piece=self._piece,
             shapes=shapes,
             is_last_of_step=is_last,
             source=source,
@@ -332,6 +356,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
                 ],
                 {},
                 padding_free=self._padding_free,
+                piece=self._piece,
                 shapes=shapes,
             )
         return batch

@@ -126,11 +126,13 @@ class LitgptArchitecture(Architecture):
     def attention(self) -> AttentionTraits:
         return AttentionTraits(
             heads=self.config.n_head,
+            common_heads=self.config.n_head,
             head_size=self.config.head_size,
             width=self.config.n_head * self.config.head_size * self.config.n_layer,
             is_plain=self.config.attention_logit_softcapping is None,
             # LitGPT's latent attention takes no masks but its own.
             takes_rows=not self.config.latent_attention,
+            shares_rows=not self.config.latent_attention,
         )
 
     @property

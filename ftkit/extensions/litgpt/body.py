@@ -140,7 +140,7 @@ class LitgptBody(OutlineOfGpt, Body):
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Compute what `litgpt.GPT.forward` computes without a cache."""
-        sequences = Sequences.of(input_ids, lengths, kernel)
+        sequences = Sequences.of(input_ids, lengths, kernel, self.exchange)
         cos, sin = self._rotary_tables(input_ids, None if lengths is None else sequences)
         # LitGPT's latent attention only takes its own masks, so micro-batches are padded.
         seen = None if self.config.latent_attention else sequences

@@ -27,6 +27,7 @@ class Kto(Objective):
 
     preference = "labels"
     needs_reference = True
+    of_sequences = True
     observes_mismatched = True
     terms = (
         Term(name=LOSS, divisor=EXAMPLES),

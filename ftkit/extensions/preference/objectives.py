@@ -85,6 +85,7 @@ ROWS = (
         above_0=("beta",),
         refuse=_refuse_of_dpo,
         preference="pairs",
+        shares_sequences=True,
         needs_reference=True,
     ),
     ObjectiveRow(
@@ -93,6 +94,7 @@ ROWS = (
         class_path="ftkit.extensions.preference.preference.Orpo",
         options=OrpoOptions,
         preference="pairs",
+        shares_sequences=True,
     ),
     ObjectiveRow(
         name="simpo",
@@ -101,6 +103,7 @@ ROWS = (
         options=SimPoOptions,
         above_0=("beta",),
         preference="pairs",
+        shares_sequences=True,
     ),
     ObjectiveRow(
         name="kto",
@@ -109,6 +112,7 @@ ROWS = (
         options=KtoOptions,
         above_0=("beta",),
         preference="labels",
+        shares_sequences=True,
         needs_reference=True,
         observes_mismatched=True,
     ),
@@ -118,6 +122,7 @@ ROWS = (
         class_path="ftkit.extensions.preference.reward.Reward",
         options=RewardOptions,
         preference="pairs",
+        shares_sequences=True,
         scores=True,
     ),
 )

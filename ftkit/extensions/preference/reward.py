@@ -22,6 +22,8 @@ class Reward(Objective):
     https://arxiv.org/abs/2312.09244.
     """
 
+    of_sequences = True
+
     def __init__(self, *, center_weight: float = 0.0) -> None:
         """Choose the weight of the squared sum of the scores of a pair."""
         terms = [Term(name="preference_loss" if center_weight else LOSS, divisor=PAIRS)]

@@ -47,6 +47,11 @@ class AttentionTraits:
     """True if kernels can compute its scores: no bound, no sinks, values as large as keys."""
     takes_rows: bool
     """True if it computes sequences in a row; otherwise micro-batches must be padded."""
+    common_heads: int = 1
+    """Largest number that divides the number of query heads in every layer."""
+    shares_rows: bool = False
+    """True if its layers exchange heads for tokens with the ranks that have the rest of a row
+    (`ftkit.models.bodies.exchange`), and nothing else mixes tokens."""
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,8 @@ class TransformersArchitecture(Architecture):
                 or any(hasattr(layer, "v_head_dim") for layer in layers)
             ),
             takes_rows=self.takes_rows,
+            common_heads=math.gcd(*(heads for heads, _ in sizes)),
+            shares_rows=self.takes_rows,
         )
 
     @property

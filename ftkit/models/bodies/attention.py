@@ -1,6 +1,8 @@
 """Causal self-attention over the sequences of a micro-batch, each by itself, padded or in a row."""
 
+import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import AttentionTraits
+from ftkit.models.bodies.exchange import Exchange
 from ftkit.recipe.plan import Plan
 from ftkit.utils.accelerators.use import pinned
 
@@ -75,13 +78,37 @@ def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
     """
     if plan.kind.compiles_shapes:  # where padding to a few lengths is the only way
         return "padded"
+    padding_free = plan.recipe.train.padding_free
+    if plan.mesh.context > 1:
+        _require_shared_rows(traits, plan.mesh.context)
+        padding_free = True  # only rows are shared
     return attention_path(
         traits,
         attention_kernel(traits, plan.accelerator, has_flash=plan.has_flash),
-        padding_free=plan.recipe.train.padding_free,
+        padding_free=padding_free,
         # Where ftkit chose the number, padded micro-batches keep to it as well.
         micro_batch_tokens=plan.micro_batch_tokens if plan.chosen is None else None,
     )
+
+
+def _require_shared_rows(traits: AttentionTraits, ranks: int) -> None:
+    """Refuse a model whose rows of tokens ranks cannot share.
+
+    Raises:
+        UserError: it mixes tokens elsewhere than in attention, or ranks cannot share its heads.
+    """
+    if not traits.shares_rows:
+        raise UserError(
+            f"strategy.context is {ranks}, but ranks cannot share the sequences of this model: it "
+            "computes padded micro-batches only, or mixes tokens in other layers than attention, "
+            "such as convolutions or states. Try --strategy.context 1."
+        )
+    if traits.common_heads % ranks:
+        raise UserError(
+            f"strategy.context is {ranks}, but the attention of this model has layers of "
+            f"{traits.common_heads} heads or a multiple of them, and each rank needs equally many. "
+            f"Try --strategy.context {math.gcd(traits.common_heads, ranks)}."
+        )
 
 
 def common_path(own: AttentionPath, other: AttentionPath) -> AttentionPath:
@@ -121,15 +148,25 @@ class Sequences:
     starts: Tensor | None = None
     """[sequences + 1] int32, the start of each and the end of the last, for torch's attention over
     variable lengths; None: it is not used."""
+    exchange: Exchange | None = None
+    """With the ranks that have the other pieces of the row; None: it is here, all of it."""
 
     @classmethod
-    def of(cls, input_ids: Tensor, lengths: Iterable[int] | None, kernel: AttentionKernel) -> Self:
+    def of(
+        cls,
+        input_ids: Tensor,
+        lengths: Iterable[int] | None,
+        kernel: AttentionKernel,
+        exchange: Exchange | None = None,
+    ) -> Self:
         """Describe the sequences of a micro-batch.
 
         Args:
-            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
-            lengths: tokens of each sequence in a row; None: one sequence in each line.
+            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row,
+                or this rank's piece of it.
+            lengths: tokens of each sequence in the whole row; None: one sequence in each line.
             kernel: of attention.
+            exchange: with ranks that may have other pieces of the row.
         """
         # Padding counts as part of a sequence: it follows the tokens, which never see it.
         if lengths is None:
@@ -139,11 +176,16 @@ class Sequences:
         # Other kernels never read them, and a copy to the device would be for nothing.
         if kernel == "flash":
             starts = _copied(np.cumsum([0, *known], dtype=np.int32), input_ids.device)
-        return cls(known, kernel, starts)
+        # Also where rows are shared in training, others are whole: those of evaluation tasks.
+        is_whole = sum(known) == input_ids.numel()
+        return cls(known, kernel, starts, None if is_whole else exchange)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Return [tokens] int64: the position of each token in its sequence."""
-        return _copied(np.concatenate([np.arange(n) for n in self.lengths]), device)
+        """Return [tokens here] int64: the position of each token in its sequence."""
+        places = np.concatenate([np.arange(n) for n in self.lengths])
+        if self.exchange is not None:
+            places = places[self.exchange.piece.span(len(places))]
+        return _copied(places, device)
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -192,6 +234,8 @@ def attend(
 ) -> Tensor:
     """Causal attention within each sequence.
 
+    Where ranks share the row, all of them call this, each with the tokens that it has.
+
     Args:
         q: [tokens, heads, head size].
         k: [tokens, groups, head size]; each group serves as many heads.
@@ -203,6 +247,9 @@ def attend(
     Returns:
         [tokens, heads, value size].
     """
+    if sequences.exchange is not None:
+        assert blocks is None, "media are refused where ranks share rows"
+        return _attend_over_ranks(q, k, v, sequences, scores, sequences.exchange)
     if blocks is not None:
         return _attend_in_blocks(q, k, v, sequences, scores, blocks)
     if sequences.starts is not None:
@@ -221,6 +268,19 @@ def attend(
             result = _weighted(queries, keys, values, scores, hidden)
         results.append(result.transpose(1, 2).flatten(0, 1))
     return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def _attend_over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, exchange: Exchange
+) -> Tensor:
+    """Attention within each sequence, of whose tokens each rank has some; here, of some heads."""
+    if (copies := exchange.copies(k.size(1))) > 1:
+        k, v = (part.repeat_interleave(copies, 1) for part in (k, v))
+    if scores.sinks is not None:
+        scores = dataclasses.replace(scores, sinks=exchange.own_heads(scores.sinks))
+    q, k, v = (exchange.to_heads(part) for part in (q, k, v))
+    whole = dataclasses.replace(sequences, exchange=None)
+    return exchange.to_tokens(attend(q, k, v, whole, scores))
 
 
 def _attend_in_blocks(

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from ftkit.models.bodies.attention import AttentionKernel
+from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.bodies.experts import FusedExperts
 from ftkit.models.routing import RouterLoss, Routing
 from ftkit.models.token_numbers import TokenNumbers
@@ -81,6 +82,8 @@ class Body(nn.Module, ABC):
 
     tokens: TokenNumbers
     """Numbers of the tokens that it is trained on, for dropout and noise."""
+    exchange: Exchange | None = None
+    """With the ranks that share rows of tokens in training; None: rows are whole."""
 
     @property
     @abstractmethod
@@ -158,8 +161,9 @@ class Body(nn.Module, ABC):
         """Compute the hidden states for the head, [batch, sequence, width].
 
         Args:
-            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row.
-            lengths: tokens of each sequence in a row; None: one sequence in each line.
+            input_ids: [batch, sequence], padded on the right; or [1, tokens], sequences in a row,
+                or with an `exchange` this rank's piece of it.
+            lengths: tokens of each sequence in the whole row; None: one sequence in each line.
             kernel: of attention.
             media: as `ftkit.data.media.MediaReader` has read them; only a body that is made for
                 them is given some.

@@ -37,8 +37,8 @@ class EmbeddingNoise:
             return None
         width, device = output.shape[-1], output.device
         on_host = torch.zeros(len(of_tokens), 1, dtype=torch.float32, device="cpu")
-        for start, length in self._tokens.spans:
-            on_host[start : start + length] = self._alpha / length**0.5
+        for start, end, length in self._tokens.spans:
+            on_host[start:end] = self._alpha / length**0.5
         scales = on_host.to(device) / width**0.5
         counters = of_tokens.long() & ONES
         channels = torch.from_numpy(hashes(f"{self._tokens.seed} channels", width)).to(device)

@@ -247,7 +247,7 @@ class TransformersBody(Body):
         kernel: AttentionKernel,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        sequences = Sequences.of(input_ids, lengths, kernel)
+        sequences = Sequences.of(input_ids, lengths, kernel, self.exchange)
         self._attended.sequences, self._attended.cache = sequences, None
         if lengths is None:
             places = torch.arange(input_ids.shape[1], device=input_ids.device)

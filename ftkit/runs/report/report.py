@@ -60,6 +60,8 @@ class Resolved:
     """Devices per node."""
     world_size: int | None = None
     """Ranks over all nodes; one device each."""
+    context: int | None = None
+    """Ranks that share the sequences of a micro-batch; None: each has its own."""
     strategy: str | None = None
     """single, ddp, fsdp or deepspeed."""
     sharding: str | None = None

@@ -277,7 +277,8 @@ def _resolved_rows(resolved: Resolved) -> Iterator[tuple[str, str]]:
             _joined((device, resolved.strategy, resolved.precision, base, resolved.rounding)),
         )
     if (resolved.world_size or 1) > 1:
-        yield "sharded", _joined((resolved.sharding, f"over {resolved.communication}"))
+        shared = f"sequences over {resolved.context} ranks" if resolved.context else None
+        yield "sharded", _joined((resolved.sharding, shared, f"over {resolved.communication}"))
 
 
 def restart_text(restart: Restart) -> str:
