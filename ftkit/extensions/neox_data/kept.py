@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.data.cache import SampleCache
-from ftkit.errors import UserError
 from ftkit.extensions.neox_data.files import Corpus
 from ftkit.extensions.neox_data.index import SampleIndex
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.files import cache_root, new_directory
 
 _FORMAT = 1
@@ -64,7 +64,8 @@ def kept_arrays(
 
 def _mapped(directory: Path) -> Arrays | None:
     files = sorted(directory.glob("*.npy"))
-    with contextlib.suppress(OSError, ValueError):
+    # Whatever numpy says of a damaged header: the arrays are made anew.
+    with contextlib.suppress(Exception):
         return {file.stem: _load(file) for file in files} or None
     return None
 
@@ -101,15 +102,10 @@ def index_of_neox(
         files = [corpus.prefix.with_name(f"{begin}{ending}_{part}.npy") for part in _PARTS]
         if not all(file.is_file() for file in files):
             continue
-        try:
+        advice = "Delete it and the two files beside it; the index is made anew."
+        with reading(files[0], "an index that GPT-NeoX has kept", advice=advice):
             found = SampleIndex(*map(_load, files))
-            is_sound = found.fits(corpus.sizes, documents)
-        except (OSError, ValueError, IndexError):
-            is_sound = False
-        if not is_sound:
-            raise UserError(
-                f"{files[0]} and the two files beside it are no index of {corpus.prefix}: they are "
-                "damaged, or of another corpus of this name.\nDelete them; the index is made anew."
-            )
+            if not found.fits(corpus.sizes, documents):
+                raise ValueError(f"it is no index of {corpus.prefix}")
         return found
     return None

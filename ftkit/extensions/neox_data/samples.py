@@ -51,7 +51,7 @@ class _CorpusSamples:
         """[seq_length + 1], tokens of the sample at a place of the order."""
         number = int(self.index.order[self.index.within(place)])
         (first, begin), (last, end) = self.index.samples[number : number + 2].tolist()
-        pieces = []
+        pieces = [self.corpus.tokens[:0]]  # a damaged index may name none
         for at in range(first, last + 1):
             document = self.index.documents[at]
             start, size = int(self.corpus.starts(document)), int(self.corpus.sizes[document])

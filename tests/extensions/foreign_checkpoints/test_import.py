@@ -19,6 +19,7 @@ import torch
 from command import ROOT, Command
 from foreign_checkpoints import BASE, KEPT, SHALLOW, recipe, stored_of
 from messages import key_words, says
+from neox_orders import CORPORA
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -203,17 +204,19 @@ def test_what_was_imported_is_all_that_the_next_step_of_the_other_program_needed
 
 
 @pytest.mark.slow
-def test_the_document_shows_what_the_import_of_its_example_says(
+def test_the_document_shows_what_the_imports_of_its_examples_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = (ROOT / "docs/import.md").read_text()
-    shown = re.search(r"^\$ ftkit (import .*)\n((?:.*\n)*?)\$ ", text, re.MULTILINE)
-    assert shown is not None
+    shown = re.findall(r"^\$ ftkit (import .*)\n((?:(?!\$ |```).*\n)*)", text, re.MULTILINE)
+    assert len(shown) == 2
     shutil.copytree(KEPT / "gpt-neox", tmp_path / "neox")
     shutil.copytree(KEPT / "base", tmp_path / "neox-hf")
+    shutil.copytree(CORPORA, tmp_path / "corpora")
     monkeypatch.chdir(tmp_path)
-    assert run_command(shlex.split(shown[1])) == 0
-    assert capfd.readouterr().out == shown[2]
+    for words, output in shown:
+        assert run_command(shlex.split(words)) == 0
+        assert capfd.readouterr().out == output
 
 
 def test_the_checkpoints_are_as_their_programs_wrote_them() -> None:

@@ -171,23 +171,34 @@ def test_an_index_that_gpt_neox_kept_beside_the_corpus_is_taken(
     np.save(kept, theirs[name].astype(np.int64))  # the same order, in another type
     assert loaded(**options_of("one", corpora)).fingerprint == made.fingerprint
 
-    np.save(kept, np.load(kept)[:-1])
-    with pytest.raises(UserError) as refused:
-        loaded(**options_of("one", corpora))
-    assert says(str(refused.value), kept.name.replace("shuffle", "doc"), "Delete")
+    def shorter() -> None:
+        np.save(kept, np.load(kept)[:-1])
+
+    def no_header() -> None:
+        kept.write_bytes(kept.read_bytes().replace(b"}", b"|", 1))
+
+    for damage in (shorter, no_header):
+        damage()
+        with pytest.raises(UserError) as refused:
+            loaded(**options_of("one", corpora))
+        assert says(str(refused.value), kept.name.replace("shuffle", "doc"), "Delete")
 
 
 def test_an_index_is_made_once(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    before = loaded(**options_of("mixed"), eod_mask_loss=True)
+    before = tokens_of(loaded(**options_of("mixed"), eod_mask_loss=True))
     assert [*cache.glob("neox/*/*.npy")]
 
     def unwanted(*arguments: Any, **options: Any) -> None:
         raise AssertionError
 
+    for file in cache.glob("neox/*/order.npy"):  # what is damaged is made anew
+        file.write_bytes(file.read_bytes().replace(b"}", b"|", 1))
+    assert tokens_of(loaded(**options_of("mixed"), eod_mask_loss=True)) == before
+
     monkeypatch.setattr(samples_module, "make_index", unwanted)
     monkeypatch.setattr(samples_module, "mix", unwanted)
     monkeypatch.setattr(samples_module, "_places_of", unwanted)
-    assert tokens_of(loaded(**options_of("mixed"), eod_mask_loss=True)) == tokens_of(before)
+    assert tokens_of(loaded(**options_of("mixed"), eod_mask_loss=True)) == before
 
 
 def test_data_whose_tokens_differ_are_others(tmp_path: Path) -> None:
