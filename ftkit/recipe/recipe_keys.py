@@ -84,7 +84,7 @@ TEXTS_OF_DATA = frozenset(
     {
         *("path", "json_path", "subset", "split", "revision", "data_files", "chat_template"),
         *("download_dir", "file_url", "file_name", "repo_id", "subsets", "url", "access_token"),
-        *("data_path", "pack_impl"),
+        *("data_path", "pack_impl", "text_key", "val_path"),
     }
 )
 """Options of data whose values are texts or paths, whatever YAML would make of them."""

@@ -88,9 +88,9 @@ def test_an_open_micro_batch_has_as_many_tokens_as_bring_speed_on_the_device(
     made = plan(machine, method="full", **settings)
     assert (made.micro_batch_size, made.micro_batch_tokens) == (sequences, tokens)
     assert made.chosen == MicroBatch(sequences=sequences, tokens=tokens, source="usual")
-    smaller = MicroBatch(sequences=3, tokens=100, source="memory")
-    cut = make_plan(recipe("full", **settings), machine, chosen=smaller)
     if "train__optimizer_in_backward" not in keys:
+        smaller = MicroBatch(sequences=3, tokens=100, source="memory")
+        cut = make_plan(recipe("full", **settings), machine, chosen=smaller)
         assert (cut.micro_batch_size, cut.micro_batch_tokens) == (3, 100)
 
 
