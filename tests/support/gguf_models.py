@@ -11,7 +11,7 @@ from tiny import LLAMA, TEXT, WORDS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftkit.extensions.gguf.tokenizer import _cut
+from ftkit.extensions.gguf.tokenizer import _cut, takes_whole_words
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
@@ -33,6 +33,24 @@ LONGROPE = {
     "long_factor": [2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7],
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+}
+TWO_THETAS = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+SCALES = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama-bpe", {"rope_parameters": LLAMA3} | BIASES),
     "smollm2": ("llama", "smollm", {"tie_word_embeddings": True}),
@@ -49,6 +67,44 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "pieces",
         {"pad_token_id": 0, "rope_parameters": LONGROPE, "sliding_window": None},
     ),
+    "mistral_small": ("mistral", "tekken", {"head_dim": 32, "sliding_window": None}),
+    "phi4": ("phi3", "dbrx", {"pad_token_id": 0, "sliding_window": None}),
+    "gemma3": (
+        "gemma3_text",
+        "pieces",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 8,
+            "num_hidden_layers": 7,
+            "rope_parameters": TWO_THETAS,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        "qwen2",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        "gpt-4o",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": YARN,
+        },
+    ),
+    "glm4": ("glm4", "llama-bpe", {"head_dim": 32, "attention_bias": True}),
+    "olmo2": ("olmo2", "dbrx", {}),
+    "granite": ("granite", "smollm", {"tie_word_embeddings": True} | SCALES),
     # Rows of whole blocks of 256 numbers.
     "wide": (
         "llama",
@@ -87,7 +143,7 @@ def make_gguf_model(directory: Path, name: str) -> Path:
 
 
 def _make_byte_level(directory: Path, rule: str) -> None:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=rule == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=takes_whole_words(rule)))
     tokenizer.pre_tokenizer = _cut(rule)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

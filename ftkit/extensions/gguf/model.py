@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ftkit.errors import UserError
+from ftkit.extensions.gguf.families import Rule, named_tensors
 from ftkit.extensions.gguf.header import BLOCKS, GgufHeader, GgufTensor
 from ftkit.models.architectures.checks import require_plausible
 from ftkit.utils.damaged_files import reading
@@ -335,9 +336,9 @@ def converted_tensors(header: GgufHeader, settings: Mapping[str, Any]) -> list[C
     """
     family = settings["model_type"]
     head_size = settings["head_dim"]
-    expected = tensor_names(settings)
+    expected = named_tensors(settings)
     found = []
-    for name, (their_name, shape) in expected.items():
+    for name, (their_name, shape, rule) in expected.items():
         tensor = header.tensors.get(name)
         if tensor is None:
             raise header.error(f"it lacks {name}")
@@ -345,11 +346,7 @@ def converted_tensors(header: GgufHeader, settings: Mapping[str, Any]) -> list[C
             raise header.error(
                 f"{name} has shape {list(tensor.shape)}, but its settings say {list(shape)}"
             )
-        # Of these families, llama.cpp rotates neighbouring numbers in Llama alone, whose rows it
-        # reorders for that.
-        is_rotated = family == "llama" and name.split(".")[2:3] in (["attn_q"], ["attn_k"])
-        shifted = family.startswith("gemma") and name.endswith("norm.weight")
-        found.append(_converted_tensor(header, tensor, their_name, head_size, is_rotated, shifted))
+        found.append(_converted_tensor(header, tensor, their_name, head_size, rule))
     # A tensor that is left out could change the results.
     unknown = header.tensors.keys() - expected.keys() - {ROPE_FACTORS}
     if unknown:
@@ -371,17 +368,16 @@ def _converted_tensor(
     tensor: GgufTensor,
     name: str,
     head_size: int,
-    is_rotated: bool,
-    shifted: bool,
+    rule: Rule,
 ) -> ConvertedTensor:
     # A vector has rows of one number here, which no block fits.
     if len(tensor.shape) == 1 and BLOCKS[tensor.kind][1] > 1:
         raise header.error(f"{tensor.name} is of {tensor.kind}, which is for matrices")
     dtype = _PLAIN.get(tensor.kind, "F16")
     change: Callable[[np.ndarray], np.ndarray] | None = None
-    if is_rotated:
+    if rule == "pairs":
         change = partial(_halves_after_each_other, head_size=head_size)
-    if shifted:
+    if rule == "plus one":
         if tensor.kind not in ("F32", "F64"):
             raise header.error(f"{tensor.name} is of {tensor.kind}, not F32")
         change = _without_one
@@ -391,7 +387,7 @@ def _converted_tensor(
         dtype=dtype,
         change=change,
         # A head's rows are reordered among themselves.
-        rows_together=head_size if is_rotated else 1,
+        rows_together=head_size if rule == "pairs" else 1,
     )
 
 
@@ -419,74 +415,3 @@ def _rows(tensor: GgufTensor) -> tuple[int, int]:
     if len(tensor.shape) == 1:
         return tensor.shape[0], 1
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
-
-
-def tensor_names(settings: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Hugging Face's name and the shape of every tensor of a model, by llama.cpp's name.
-
-    Args:
-        settings: of config.json, with explicit head sizes and switches.
-    """
-    width, inner = settings["hidden_size"], settings["intermediate_size"]
-    family, vocabulary = settings["model_type"], settings["vocab_size"]
-    head_size = settings["head_dim"]
-    queries = settings["num_attention_heads"] * head_size
-    keys = settings["num_key_value_heads"] * head_size
-    # First the names within a block, then those of all blocks and around them.
-    block: dict[str, tuple[str, tuple[int, ...]]] = {
-        "attn_norm.weight": ("input_layernorm.weight", (width,)),
-        "attn_output.weight": ("self_attn.o_proj.weight", (width, queries)),
-        "ffn_down.weight": ("mlp.down_proj.weight", (width, inner)),
-    }
-    # llama.cpp keeps the fused matrices of Phi-3 as they are; ffn_up is gate and up.
-    if family == "phi3":
-        block |= {
-            "attn_qkv.weight": ("self_attn.qkv_proj.weight", (queries + 2 * keys, width)),
-            "ffn_up.weight": ("mlp.gate_up_proj.weight", (2 * inner, width)),
-        }
-    else:
-        block |= {
-            "attn_q.weight": ("self_attn.q_proj.weight", (queries, width)),
-            "attn_k.weight": ("self_attn.k_proj.weight", (keys, width)),
-            "attn_v.weight": ("self_attn.v_proj.weight", (keys, width)),
-            "ffn_gate.weight": ("mlp.gate_proj.weight", (inner, width)),
-            "ffn_up.weight": ("mlp.up_proj.weight", (inner, width)),
-        }
-    if family == "gemma2":
-        block |= {
-            "post_attention_norm.weight": ("post_attention_layernorm.weight", (width,)),
-            "ffn_norm.weight": ("pre_feedforward_layernorm.weight", (width,)),
-            "post_ffw_norm.weight": ("post_feedforward_layernorm.weight", (width,)),
-        }
-    else:
-        block |= {"ffn_norm.weight": ("post_attention_layernorm.weight", (width,))}
-    if family == "qwen3":
-        block |= {
-            "attn_q_norm.weight": ("self_attn.q_norm.weight", (head_size,)),
-            "attn_k_norm.weight": ("self_attn.k_norm.weight", (head_size,)),
-        }
-    if family == "qwen2" or settings.get("attention_bias"):
-        block |= {
-            "attn_q.bias": ("self_attn.q_proj.bias", (queries,)),
-            "attn_k.bias": ("self_attn.k_proj.bias", (keys,)),
-            "attn_v.bias": ("self_attn.v_proj.bias", (keys,)),
-        }
-    # Only Llama has these switches; the biases of Qwen2 are part of the family.
-    if settings.get("attention_bias"):
-        block |= {"attn_output.bias": ("self_attn.o_proj.bias", (width,))}
-    if settings.get("mlp_bias"):
-        block |= {
-            "ffn_gate.bias": ("mlp.gate_proj.bias", (inner,)),
-            "ffn_up.bias": ("mlp.up_proj.bias", (inner,)),
-            "ffn_down.bias": ("mlp.down_proj.bias", (width,)),
-        }
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", (vocabulary, width))
-    }
-    for layer in range(settings["num_hidden_layers"]):
-        for name, (their_name, shape) in block.items():
-            expected[f"blk.{layer}.{name}"] = (f"model.layers.{layer}.{their_name}", shape)
-    expected["output_norm.weight"] = ("model.norm.weight", (width,))
-    if not settings["tie_word_embeddings"]:
-        expected["output.weight"] = ("lm_head.weight", (vocabulary, width))
-    return expected

@@ -19,17 +19,40 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 
+# Words of upper and of lower case; llama.cpp writes the same with lookaheads.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CASES = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*"
+_REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_CASES}|\p{{N}}|{_REST_WITH_SLASH}"
+_GPT4O = (
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+    rf"\p{{N}}{{1,3}}|{_REST_WITH_SLASH}"
+)
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|"
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
+_GPT4O_NAMES = ("gpt-4o", "llama4", "kanana2", "talkie")
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken", "glm4")
+"""Rules by which a word that is a token is taken before anything is merged."""
 _DIGIT_NAMES = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """Rules that split digits one by one, and the rest as GPT-2 does."""
 _GPT2_NAMES = ("gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "mellum", "default")
 _PATTERNS = {
     **dict.fromkeys((*_LLAMA3_NAMES, "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(_QWEN2_NAMES, _QWEN2),
+    **dict.fromkeys(_GPT4O_NAMES, _GPT4O),
+    "tekken": _TEKKEN,
+    "qwen35": _QWEN35,
+    "glm4": _LLAMA3,
+    "chatglm-bpe": _LLAMA3,
 }
 """Patterns that split texts before tokens are merged, by tokenizer.ggml.pre."""
-_WRITTEN = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx")
+_WRITTEN = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx", "tekken", "gpt-4o", "qwen35")
 """Names that are written, one for each way of splitting texts."""
 
 
@@ -116,12 +139,15 @@ def rule_of(tokenizer: Any) -> str | None:
     """
     found = _steps(tokenizer.pre_tokenizer)
     for rule in _WRITTEN:
-        if found == _steps(_cut(rule)):
-            # Llama 3 takes a word that is a token before it merges anything.
-            is_same = tokenizer.model.ignore_merges == (rule in _LLAMA3_NAMES)
-            if is_same:
-                return rule
+        is_same = found == _steps(_cut(rule))
+        if is_same and tokenizer.model.ignore_merges == takes_whole_words(rule):
+            return rule
     return None
+
+
+def takes_whole_words(rule: str) -> bool:
+    """Return whether a word that is a token is taken before anything is merged."""
+    return rule in _WHOLE_WORDS
 
 
 def _steps(cut: Any) -> list[dict[str, Any]]:
@@ -162,14 +188,15 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str]) -> tuple[Any, bool]:
             "which ftkit does not know. Give the original model."
         )
     merges = _pairs(header, header.texts("tokenizer.ggml.merges"))
-    is_llama3 = rule in _LLAMA3_NAMES
-    tokenizer = Tokenizer(_bpe(header, models, tokens, merges, ignore_merges=is_llama3))
+    whole_words = takes_whole_words(rule)
+    tokenizer = Tokenizer(_bpe(header, models, tokens, merges, ignore_merges=whole_words))
     tokenizer.pre_tokenizer = _cut(rule)
     tokenizer.decoder = decoders.ByteLevel()
     # llama.cpp does not normalise, but the original tokenizers do.
     if rule in _QWEN2_NAMES:
         tokenizer.normalizer = normalizers.NFC()
-    return tokenizer, is_llama3
+    # llama.cpp's own defaults, where a file does not say it.
+    return tokenizer, rule in (*_LLAMA3_NAMES, "tekken")
 
 
 def _sentencepiece(

@@ -512,7 +512,7 @@ def test_a_header_that_lies_is_refused(
         ({"llama__embedding_length": 128}, r"shape \[400, 64\].*settings say \[400, 128\]"),
         ({"llama__rope__dimension_count": 8}, "rotates 8 of the 16"),
         ({"tokenizer__ggml__model": "bert"}, "kind bert"),
-        ({"tokenizer__ggml__pre": "tekken"}, "by the rule tekken"),
+        ({"tokenizer__ggml__pre": "falcon"}, "by the rule falcon"),
         ({"tokenizer__ggml__eos_token_id": None}, "no end-of-text token"),
         ({"tokenizer__ggml__eos_token_id": 5000}, "is 5000 of"),
         ({"tokenizer__ggml__merges": ["not tokens of it"]}, "tokenizer is not valid"),

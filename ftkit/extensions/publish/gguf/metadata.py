@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ftkit.errors import UserError
+from ftkit.extensions.gguf.families import FAMILIES, WRITTEN
 from ftkit.extensions.gguf.header import GgufHeader
 from ftkit.extensions.gguf.tokenizer import rule_of, tokenizer_files
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -26,18 +27,12 @@ from ftkit.models.pretrained.tokenizer import Tokenizer
 GgufMetadata = dict[str, Any]
 """Whole numbers, floats, booleans, texts, and lists of one kind, by GGUF's keys."""
 
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "phi3": "phi3",
-}
-"""Names in llama.cpp of the families that can be written, by model_type."""
-_GEMMA2_27B_LAYERS = 46
-"""Layers by which llama.cpp recognises it: its attention is scaled by the model's width."""
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
+"""Layers by which llama.cpp recognises models of 27 billion parameters, whose attention is scaled
+by the width of the model."""
 _DEFAULT_THETA = 10000.0
+_WORDS = {"hidden_act": "the activation", "hidden_activation": "the activation"}
+"""What messages call a setting."""
 
 
 def complete_settings(
@@ -54,10 +49,10 @@ def complete_settings(
         UserError: the family is not written, or llama.cpp would compute another model.
     """
     family = settings.get("model_type")
-    if family not in ARCHITECTURES:
+    if family not in WRITTEN:
         raise UserError(
             f"{'The language model of ' * is_part}{name} is of the family {family}, but GGUF "
-            f"files are written of {', '.join(ARCHITECTURES)}. Try --format hf, and llama.cpp's "
+            f"files are written of {', '.join(WRITTEN)}. Try --format hf, and llama.cpp's "
             "own convert_hf_to_gguf.py"
             + (
                 "; with --mmproj it writes what sees or hears, of models that it knows."
@@ -74,6 +69,7 @@ def complete_settings(
         found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
     )
     found["num_key_value_heads"] = found.get("num_key_value_heads") or found["num_attention_heads"]
+    found["num_local_experts"] = found.get("num_local_experts") or found.get("num_experts")
     # The first one is enough: one stops the export.
     for reason in _obstacles(found):
         raise UserError(f"{name} {reason}, which llama.cpp does not compute. Try another --format.")
@@ -82,40 +78,52 @@ def complete_settings(
 
 def _obstacles(settings: Mapping[str, Any]) -> list[str]:
     """Features of a model that llama.cpp would compute differently."""
-    family, rope = settings["model_type"], settings["rope_parameters"]
+    family, rope = FAMILIES[settings["model_type"]], _rotation(settings)
     kind = rope.get("rope_type", "default")
-    # Kinds of stretched positions that llama.cpp computes for a family; linear for all others.
-    known = {"llama": ("linear", "llama3"), "mistral": ("linear", "llama3"), "phi3": ("longrope",)}
-    activation = settings.get("hidden_activation") or settings["hidden_act"]
-    expected = "gelu_pytorch_tanh" if family == "gemma2" else "silu"
-    found = []
-    if activation != expected:
-        found.append(f"has the activation {activation}")
-    if kind not in ("default", *known.get(family, ("linear",))):
+    found = [
+        f"has {_WORDS.get(key, key)} {settings.get(key)}, not {value}"
+        for key, value in family.expected.items()
+        # Absent, false and empty are the same.
+        if (settings.get(key) or None) != (value or None)
+    ]
+    if kind not in ("default", *family.stretched):
         found.append(f"stretches its positions by {kind}")
+    local = settings["rope_parameters"].get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        found.append(f"stretches positions within its window by {local['rope_type']}")
     if settings.get("use_sliding_window"):
         found.append("has a sliding window (use_sliding_window)")
-    if family in ("qwen3", "gemma2") and settings.get("attention_bias"):
-        found.append("has biases in its attention")
-    if family == "gemma2":
-        found += _obstacles_of_gemma2(settings)
-    if family != "phi3" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if not family.rotates_part and rope.get("partial_rotary_factor", 1.0) != 1.0:
         found.append("rotates a part of each key (partial_rotary_factor)")
+    if "query_pre_attn_scalar" in settings:
+        found += _obstacles_of_gemma(settings)
+    if family.heads_fill_width and _width_of_heads(settings) != settings["head_dim"]:
+        found.append(f"has head_dim {settings['head_dim']}, not {_width_of_heads(settings)}")
     return found
 
 
-def _obstacles_of_gemma2(settings: Mapping[str, Any]) -> list[str]:
-    by_width = settings["num_hidden_layers"] == _GEMMA2_27B_LAYERS
-    per_head = settings["hidden_size"] // settings["num_attention_heads"]
-    scalar = per_head if by_width else settings["head_dim"]
+def _obstacles_of_gemma(settings: Mapping[str, Any]) -> list[str]:
+    family = settings["model_type"]
+    by_width = settings["num_hidden_layers"] == _SCALED_BY_WIDTH[family]
+    scalar = _width_of_heads(settings) if by_width else settings["head_dim"]
     found = []
     if settings["query_pre_attn_scalar"] != scalar:
         found.append(f"has query_pre_attn_scalar {settings['query_pre_attn_scalar']}, not {scalar}")
-    if not settings.get("attn_logit_softcapping") or not settings.get("final_logit_softcapping"):
+    caps = (settings.get("attn_logit_softcapping"), settings.get("final_logit_softcapping"))
+    if family == "gemma2" and not all(caps):
         found.append("has no soft caps")
-    if not settings["tie_word_embeddings"]:
-        found.append("has a head apart from its embedding")
     return found
+
+
+def _width_of_heads(settings: Mapping[str, Any]) -> int:
+    """Numbers of a head, if heads have the width of the model together."""
+    return int(settings["hidden_size"]) // int(settings["num_attention_heads"])
+
+
+def _rotation(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of the rotary embedding; of layers that see all tokens, if others have their own."""
+    rope: Mapping[str, Any] = settings["rope_parameters"]
+    return rope.get("full_attention") or rope
 
 
 def model_metadata(settings: Mapping[str, Any]) -> GgufMetadata:
@@ -124,7 +132,8 @@ def model_metadata(settings: Mapping[str, Any]) -> GgufMetadata:
     Args:
         settings: from `complete_settings`.
     """
-    family, rope = settings["model_type"], settings["rope_parameters"]
+    name, rope = settings["model_type"], _rotation(settings)
+    family = FAMILIES[name]
     of_layers: GgufMetadata = {
         "block_count": settings["num_hidden_layers"],
         "context_length": settings["max_position_embeddings"],
@@ -136,28 +145,54 @@ def model_metadata(settings: Mapping[str, Any]) -> GgufMetadata:
     }
     theta = float(rope.get("rope_theta") or _DEFAULT_THETA)
     # Keys are left out where llama.cpp's converter leaves them out: tests compare the files.
-    if family != "gemma2" or theta != _DEFAULT_THETA:
+    if name != "gemma2" or theta != _DEFAULT_THETA:
         of_layers["rope.freq_base"] = theta
-    width_of_heads = settings["hidden_size"] // settings["num_attention_heads"]
-    if family not in ("phi3", "qwen2") or settings["head_dim"] != width_of_heads:
+    if (local := settings["rope_parameters"].get("sliding_attention")) is not None:
+        of_layers["rope.freq_base_swa"] = float(local["rope_theta"])
+    if family.says_head_size or settings["head_dim"] != _width_of_heads(settings):
         of_layers["attention.key_length"] = settings["head_dim"]
         of_layers["attention.value_length"] = settings["head_dim"]
-    if rope.get("rope_type") == "linear":
-        of_layers["rope.scaling.type"] = "linear"
-        of_layers["rope.scaling.factor"] = float(rope["factor"])
-    if family in ("llama", "mistral"):
+    of_layers |= _stretching(rope)
+    if family.says_rotated:
         of_layers["vocab_size"] = settings["vocab_size"]
-        of_layers["rope.dimension_count"] = settings["head_dim"]
-    if family == "gemma2":
-        of_layers |= {
-            "attn_logit_softcapping": float(settings["attn_logit_softcapping"]),
-            "final_logit_softcapping": float(settings["final_logit_softcapping"]),
-            "attention.sliding_window": settings["sliding_window"],
-        }
-    if family == "phi3":
+    if family.says_rotated or family.rotates_part:
+        part = rope.get("partial_rotary_factor") or 1.0
+        of_layers["rope.dimension_count"] = int(settings["head_dim"] * part)
+    of_layers |= {key: settings[own] for key, own in family.counts.items() if settings.get(own)}
+    of_layers |= {
+        key: float(settings[own]) for key, own in family.factors.items() if settings.get(own)
+    }
+    if family.sliding:
+        windows = [kind == "sliding_attention" for kind in settings["layer_types"]]
+        if windows != [(i + 1) % family.sliding != 0 for i in range(len(windows))]:
+            of_layers["attention.sliding_window_pattern"] = windows
+    if name == "phi3":
         of_layers |= _of_phi3(settings)
-    architecture = ARCHITECTURES[family]
-    return {f"{architecture}.{key}": value for key, value in of_layers.items()}
+    return {f"{family.architecture}.{key}": value for key, value in of_layers.items()}
+
+
+def _stretching(rope: Mapping[str, Any]) -> GgufMetadata:
+    """Keys for positions that are stretched by one factor or by YaRN."""
+    kind = rope.get("rope_type")
+    if kind not in ("linear", "yarn"):
+        return {}
+    found: GgufMetadata = {
+        "rope.scaling.type": kind,
+        "rope.scaling.factor": float(rope["factor"]),
+    }
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        ours = {
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+            "attention_factor": "attn_factor",
+        }
+        found |= {
+            f"rope.scaling.yarn_{key}": float(rope[theirs])
+            for theirs, key in ours.items()
+            if rope.get(theirs) is not None
+        }
+    return found
 
 
 def _of_phi3(settings: Mapping[str, Any]) -> GgufMetadata:
@@ -166,7 +201,6 @@ def _of_phi3(settings: Mapping[str, Any]) -> GgufMetadata:
     first = _first_length(settings)
     found: GgufMetadata = {
         "rope.scaling.original_context_length": first,
-        "rope.dimension_count": int(settings["head_dim"] * rope.get("partial_rotary_factor", 1.0)),
         # Zero and not none, by which llama.cpp knows a Phi-4.
         "attention.sliding_window": settings.get("sliding_window") or 0,
     }
@@ -193,7 +227,7 @@ def rotary_factors(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Args:
         settings: from `complete_settings`.
     """
-    rope = settings["rope_parameters"]
+    rope = _rotation(settings)
     kind = rope.get("rope_type", "default")
     if kind == "longrope":
         return {

@@ -18,12 +18,11 @@ from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.prompting import prompting_of
 from ftkit.evaluation.result import Result
+from ftkit.extensions.gguf.families import FAMILIES, NamedTensor, Rule, named_tensors
 from ftkit.extensions.gguf.header import packed_bytes
-from ftkit.extensions.gguf.model import tensor_names
 from ftkit.extensions.publish.commands import ExportOptions, GgufNumbers
 from ftkit.extensions.publish.gguf.kquants import K_QUANTS, pack
 from ftkit.extensions.publish.gguf.metadata import (
-    ARCHITECTURES,
     GgufMetadata,
     complete_settings,
     model_metadata,
@@ -82,11 +81,12 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
     # The first tensor stands for all: their number format is the default of the file.
     _, first = next(full_weights(result, base))
     numbers = options.quantization or _OF_DTYPES[first.dtype]
-    names = _tensor_names(base, settings)
+    names = _named_tensors(base, settings)
+    _require_known(base, names)
     # Planned as a whole first: the header lists all tensors, and the disk must have room.
     factors = rotary_factors(settings)
     shapes = {name: values.shape for name, values in factors.items()}
-    shapes |= {name: shape for name, (_, shape) in names.items()}
+    shapes |= {name: tensor.shape for name, tensor in names.items()}
     planned = planned_tensors(shapes, numbers, settings)
     prompting = prompting_of(result, base)
     # A style that is known by name has no template: the file gets none.
@@ -107,9 +107,11 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
         ),
     }
     check_space(out, file_bytes(planned))
-    ours = {theirs: name for name, (theirs, _) in names.items()}
+    ours: dict[str, list[str]] = {}
+    for name, named in names.items():
+        ours.setdefault(named.theirs, []).append(name)
     stored = full_weights(result, base)
-    if _whole(base) is None:
+    if not isinstance(base.architecture, TransformersArchitecture):
         # By Hugging Face's names and rules first; from those llama.cpp's follow.
         stored = storage_of(base.architecture, "hf").written(stored)
     file = f"model-{numbers}.gguf"
@@ -120,12 +122,13 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
         for theirs, tensor in stored:
             if base.architecture.is_beside(theirs):
                 continue  # such as a trained projector
-            yield ours[theirs], _as_llama_cpp(ours[theirs], tensor, settings)
+            for name in ours[theirs]:
+                yield name, _as_llama_cpp(tensor, names[name].rule, settings["head_dim"])
 
     with output_directory(out, overwrite=options.overwrite) as partial:
         write_file(
             partial / file,
-            ARCHITECTURES[family],
+            FAMILIES[family].architecture,
             metadata,
             planned,
             tensors(),
@@ -167,29 +170,49 @@ def _whole(base: BaseModel) -> TransformersArchitecture | None:
     return found if isinstance(found, TransformersArchitecture) and found.is_part else None
 
 
-def _tensor_names(
-    base: BaseModel, settings: Mapping[str, Any]
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """As `tensor_names`, with our names of a language model that is a part."""
-    found = tensor_names(settings)
+def _named_tensors(base: BaseModel, settings: Mapping[str, Any]) -> dict[str, NamedTensor]:
+    """As `named_tensors`, with our names of a language model that is a part."""
+    found = named_tensors(settings)
     if (whole := _whole(base)) is None:
         return found
+    prefix = f"{whole.language_name}."
     return {
-        ours: (re.sub(r"^model\.", f"{whole.language_name}.", theirs), shape)
-        for ours, (theirs, shape) in found.items()
+        ours: named._replace(theirs=re.sub(r"^model\.", prefix, named.theirs))
+        for ours, named in found.items()
     }
 
 
-def _as_llama_cpp(name: str, tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def _require_known(base: BaseModel, names: Mapping[str, NamedTensor]) -> None:
+    """Refuse a model whose parameters are not those of its family's table."""
+    architecture = base.architecture
+    # LitGPT's are fused otherwise, and known to be dense.
+    if not isinstance(architecture, TransformersArchitecture):
+        return
+    known = {named.theirs for named in names.values()}
+    for name in parameter_shapes(base):
+        if name not in known and not architecture.is_beside(name):
+            raise UserError(
+                f"{base.name} holds {name}, which GGUF files of its family are not written of. "
+                "Try --format hf, and llama.cpp's own convert_hf_to_gguf.py."
+            )
+
+
+def _as_llama_cpp(tensor: Tensor, rule: Rule, head_size: int) -> Tensor:
     """Convert a tensor of Hugging Face, whose rows are outputs, to llama.cpp's convention."""
-    family = settings["model_type"]
-    # llama.cpp rotates neighbouring numbers, Hugging Face those of the two halves; only for these
-    # families does it expect the rows in its order.
-    if family in ("llama", "mistral") and (".attn_q." in name or ".attn_k." in name):
-        return _pairs_beside_each_other(tensor, settings["head_dim"])
-    if family == "gemma2" and name.endswith("norm.weight"):
-        return tensor.float() + 1  # its norms multiply by one more than their weight
-    return tensor
+    match rule:
+        case "pairs":
+            return _pairs_beside_each_other(tensor, head_size)
+        case "plus one":
+            return tensor.float() + 1  # its norms multiply by one more than their weight
+        case "first half" | "second half":
+            return tensor.chunk(2, dim=-2)[rule == "second half"]
+        case "even" | "odd":
+            own = tensor[..., int(rule == "odd") :: 2]
+            return own.transpose(-1, -2) if own.ndim == 3 else own  # but not a bias
+        case "transposed":
+            return tensor.transpose(-1, -2)
+        case _:
+            return tensor
 
 
 def _pairs_beside_each_other(tensor: Tensor, head_size: int) -> Tensor:
@@ -240,10 +263,8 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
     _check_kind(result, keys)
     base = open_result(result, options.checkpoint_dir, "--checkpoint_dir")
     settings = _settings_for_gguf(base)
-    theirs = {
-        name.removesuffix(".weight"): ours
-        for ours, (name, _) in _tensor_names(base, settings).items()
-    }
+    tensors_of_base = _named_tensors(base, settings)
+    theirs = {named.theirs.removesuffix(".weight"): ours for ours, named in tensors_of_base.items()}
     stored = stored_adapter(directory)
     first = next(iter(stored.values()))
     numbers = options.quantization or _OF_DTYPES[first.dtype]
@@ -265,13 +286,14 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
             ours = names[name]
             # B alone: its rows are outputs of the layer, and those of A are ranks.
             if ours.endswith("lora_b"):
-                tensor = _as_llama_cpp(ours, tensor, settings)
+                rule = tensors_of_base[ours.removesuffix(".lora_b")].rule
+                tensor = _as_llama_cpp(tensor, rule, settings["head_dim"])
                 factor = factors[name]
                 tensor = tensor if factor == 1 else tensor.float() * factor
             yield ours, tensor
 
     file = f"adapter-{numbers}.gguf"
-    architecture = ARCHITECTURES[settings["model_type"]]
+    architecture = FAMILIES[settings["model_type"]].architecture
     with output_directory(out, overwrite=options.overwrite) as partial:
         write_file(partial / file, architecture, metadata, planned, tensors(), progress)
         for name, content in card_files(result, base.directory, "gguf").items():

@@ -1,0 +1,169 @@
+"""Families of GGUF files: names as in gguf's own table, numbers that give the model's logits."""
+
+import json
+import re
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from conversions import assert_equal, export
+from gguf_models import MODELS, make_gguf_model
+from llama_cpp import metadata_of
+from messages import message_of
+from transformers import AutoModelForCausalLM
+
+from ftkit.cli.app import run
+from ftkit.extensions.gguf.families import FAMILIES, WRITTEN, named_tensors
+from ftkit.extensions.publish.gguf.metadata import complete_settings
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+TOKENS = torch.arange(3, 43).view(2, 20) * 7 % 330
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory of each of `MODELS`."""
+    root = tmp_path_factory.mktemp("models")
+    named = zip(MODELS, ascii_lowercase, strict=False)
+    return {name: make_gguf_model(root / letter, name) for name, letter in named}
+
+
+def settings_of(model: Path) -> dict[str, Any]:
+    """All settings of a model, from its config.json."""
+    return complete_settings(json.loads((model / "config.json").read_text()), model.name)
+
+
+def test_there_is_a_model_of_each_family() -> None:
+    assert {family for family, _, _ in MODELS.values()} == set(WRITTEN)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_are_those_of_ggufs_own_table(name: str, models: dict[str, Path]) -> None:
+    settings = settings_of(models[name])
+    names = gguf_names(settings)
+    for ours, named in named_tensors(settings).items():
+        theirs = named.theirs
+        if named.rule in ("first half", "even"):
+            theirs = theirs.replace("gate_up_proj", "gate_proj")
+        if named.rule in ("second half", "odd"):
+            theirs = theirs.replace("gate_up_proj", "up_proj")
+        # Parameters of experts and sinks have no layer of their own.
+        stem = re.sub(r"(\.weight|[._]bias)$", "", theirs)
+        end = ".bias" if theirs.endswith("bias") else ".weight"
+        assert f"{names.get_name(stem)}{end}" == ours
+
+
+def gguf_names(settings: dict[str, Any]) -> gguf.TensorNameMap:
+    """gguf's table of a family."""
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = FAMILIES[settings["model_type"]].architecture
+    return gguf.get_tensor_name_map(numbers[architecture], settings["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_a_file_give_the_logits_of_the_model(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    export(models[name], "gguf", tmp_path / "out", "--quantization", "f32")
+    file = tmp_path / "out" / "model-f32.gguf"
+    made = AutoModelForCausalLM.from_pretrained(
+        models[name], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        expected = made(TOKENS).logits
+        load_from(file, made, settings_of(models[name]))
+        found = made(TOKENS).logits
+    assert_equal(found, expected)
+    assert metadata_of(file)["general.architecture"] == FAMILIES[MODELS[name][0]].architecture
+
+
+def load_from(file: Path, made: Any, settings: dict[str, Any]) -> None:
+    """Give a model of transformers the weights of a file, by gguf's own names."""
+    numbers = {
+        tensor.name: torch.from_numpy(
+            gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()
+        )
+        for tensor in gguf.GGUFReader(file).tensors
+    }
+    names, family = gguf_names(settings), settings["model_type"]
+
+    def of(theirs: str, end: str = ".weight") -> torch.Tensor:
+        found: torch.Tensor = numbers.pop(f"{names.get_name(theirs)}{end}")
+        return found
+
+    loaded: dict[str, torch.Tensor] = {}
+    # Zeros first: what is not loaded would show.
+    for name, value in made.state_dict().items():
+        stem, _, last = name.rpartition(".")
+        if name == "lm_head.weight" and settings["tie_word_embeddings"]:
+            values = loaded["model.embed_tokens.weight"]
+        elif last == "sinks":
+            values = of(name)
+        elif last == "gate_up_proj" and family == "qwen3_moe":
+            values = torch.cat([of(f"{stem}.gate_proj"), of(f"{stem}.up_proj")], dim=1)
+        elif last.startswith("gate_up_proj"):  # of gpt-oss: columns of both alternate
+            end = ".bias" if last.endswith("bias") else ".weight"
+            both = torch.stack([of(f"{stem}.gate_proj", end), of(f"{stem}.up_proj", end)], dim=2)
+            values = both.flatten(1, 2)
+            values = values if end == ".bias" else values.transpose(1, 2)
+        elif last == "down_proj_bias":
+            values = of(f"{stem}.down_proj", ".bias")
+        elif last == "down_proj" and "experts" in stem:
+            values = of(name)
+            values = values.transpose(1, 2) if family == "gpt_oss" else values
+        else:
+            values = of(stem, f".{last}")
+        if family in ("llama", "mistral", "granite") and stem.endswith(("q_proj", "k_proj")):
+            pairs = values.reshape(-1, settings["head_dim"] // 2, 2, *values.shape[1:])
+            values = pairs.transpose(1, 2).reshape(values.shape)
+        if family.startswith("gemma") and stem.endswith("norm"):
+            values = values - 1
+        assert values.shape == value.shape, name
+        loaded[name] = values
+    made.load_state_dict({name: torch.zeros_like(value) for name, value in loaded.items()})
+    made.load_state_dict(loaded)
+    assert {name for name in numbers if not name.startswith("rope_")} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("gemma3", {"query_pre_attn_scalar": 16}, "has query_pre_attn_scalar 16, not 32"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0, not None"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "has norm_topk_prob False, not True"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "has swiglu_limit 5.0, not 7.0"),
+        ("glm4", {"hidden_act": "gelu"}, "has the activation gelu, not silu"),
+        ("granite", {"hidden_act": "gelu"}, "has the activation gelu, not silu"),
+    ],
+)
+def test_settings_that_llama_cpp_does_not_read_are_refused_where_they_differ(
+    name: str, changes: dict[str, Any], expected: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "copy"
+    model.mkdir()
+    for file in models[name].iterdir():
+        (model / file.name).symlink_to(file)
+    (model / "config.json").unlink()
+    config = json.loads((models[name] / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    words = ["export", str(model), "--format", "gguf", "--out", str(tmp_path / "out")]
+    assert expected in message_of(run, words)
+
+
+def test_layers_with_windows_are_listed_where_llama_cpp_expects_others(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    key = "gemma3.attention.sliding_window_pattern"
+    export(models["gemma3"], "gguf", tmp_path / "usual")
+    (file,) = (tmp_path / "usual").glob("*.gguf")
+    assert key not in metadata_of(file)
+    config = json.loads((models["gemma3"] / "config.json").read_text())
+    kinds = ["full_attention", *config["layer_types"][1:]]
+    settings = settings_of(models["gemma3"]) | {"layer_types": kinds}
+    from ftkit.extensions.publish.gguf.metadata import model_metadata
+
+    assert model_metadata(settings)[key] == [kind == "sliding_attention" for kind in kinds]
