@@ -152,8 +152,8 @@ def test_progress_is_told_within_a_tensor(
     write = gguf_model.write_file
 
     def watched(*words: Any) -> None:
-        *others, _ = words
-        write(*others, lambda done, total: told.append((done, total)))
+        *others, _, importance = words
+        write(*others, lambda done, total: told.append((done, total)), importance)
 
     monkeypatch.setattr(gguf_model, "write_file", watched)
     export(wide, "gguf", tmp_path / "out", "--quantization", "q4_k_m")
