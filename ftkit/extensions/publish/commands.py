@@ -13,6 +13,9 @@ from ftkit.utils.console.formatting import SIZE_UNITS, parse_size
 Dtype = Literal["float32", "bfloat16", "float16"]
 GgufNumbers = Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"]
 
+K_QUANT_FILES: tuple[GgufNumbers, ...] = ("q4_k_m", "q5_k_m", "q6_k")
+"""Number formats whose matrices are mostly K-quants."""
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _GGUF_FILES = tuple(f"{k}-{n}.gguf" for k in ("model", "adapter") for n in get_args(GgufNumbers))
 _MODEL_FILES = ("config.json", "model_config.yaml", "adapter_config.json", *_GGUF_FILES)
@@ -88,6 +91,10 @@ class ExportOptions(OutputOptions):
     quantization: GgufNumbers | None = option(None, example="q4_k_m")
     """Number format of the matrices in a GGUF file. q4_k_m is what most people run: some 4.9 bits a
     number, with the matrices that suffer most in six. Default: as stored."""
+    imatrix: str | None = option(None, placeholder="RUN", example="out/lora")
+    """Run whose training data tell which numbers of a GGUF file matter most: K-quants are packed
+    with the least error for such texts. What was measured is written beside the file, in the form
+    of llama-imatrix."""
     checkpoint_dir: str | None = None
     """Path of the base model. An exported checkpoint takes from it what was not trained: the parts
     of a vision or audio model beside its language model, or all that train.only and train.freeze
@@ -127,6 +134,11 @@ class ExportOptions(OutputOptions):
             raise UserError(
                 f"--quantization is {self.quantization}, but only GGUF files have it. Leave it "
                 "out, or try --format gguf."
+            )
+        if self.imatrix is not None and self.quantization not in K_QUANT_FILES:
+            raise UserError(
+                f"--imatrix is {self.imatrix}, but only K-quants are packed by importance. Leave "
+                "it out, or try --quantization q4_k_m."
             )
         super().__post_init__()
 

@@ -95,7 +95,7 @@ def load_from(file: Path, made: Any, settings: dict[str, Any]) -> None:
         found: torch.Tensor = numbers.pop(f"{names.get_name(theirs)}{end}")
         return found
 
-    loaded = {}
+    loaded: dict[str, torch.Tensor] = {}
     # Zeros first: what is not loaded would show.
     for name, value in made.state_dict().items():
         stem, _, last = name.rpartition(".")

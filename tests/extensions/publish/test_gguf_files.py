@@ -37,6 +37,7 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.extensions.gguf.header import read_header
 from ftkit.extensions.gguf.tokenizer import tokenizer_files
+from ftkit.extensions.publish.gguf import kquants
 from ftkit.extensions.publish.gguf import model as gguf_model
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.models.pretrained.places import find_or_download
@@ -247,6 +248,57 @@ def test_the_modelfile_has_the_template_in_the_language_of_ollama(
     said = capsys.readouterr().out
     assert said.count("it may need a TEMPLATE first") == 1
     assert "(it may need" in said.partition("/other/Modelfile\n")[2]
+
+
+def test_importance_is_measured_on_the_data_of_a_run_and_used_for_packing(
+    models: dict[str, Path], ended: dict[str, Ended], tmp_path: Path
+) -> None:
+    # The run's model has the same number of tokens.
+    run_ = ended["full"].out_dir
+    file = write(models["wide"], tmp_path / "out", "q4_k_m", "--imatrix", str(run_))
+    plain = write(models["wide"], tmp_path / "plain", "q4_k_m")
+    fields = metadata_of(file.parent / "model.imatrix")
+    assert fields["general.type"] == "imatrix"
+    assert fields["imatrix.datasets"] == [str(run_)] and fields["imatrix.chunk_size"] == 512
+    measured = {
+        tensor.name: np.array(tensor.data)
+        for tensor in gguf.GGUFReader(file.parent / "model.imatrix").tensors
+    }
+    names = {name.removesuffix(".in_sum2") for name in measured if name.endswith(".in_sum2")}
+    matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    assert names == {f"blk.{layer}.{name}.weight" for layer in range(4) for name in matrices}
+    counts = {float(measured[f"{name}.counts"].item()) for name in names}
+    assert len(counts) == 1
+    # The inputs of these are the same.
+    for name in ("attn_k", "attn_v"):
+        same = measured["blk.1.attn_q.weight.in_sum2"], measured[f"blk.1.{name}.weight.in_sum2"]
+        assert np.array_equal(*same)
+    # An input of the first layer has a norm before it, so its mean square is that of the weights.
+    norm = load_file(models["wide"] / "model.safetensors")
+    weight = norm["model.layers.0.input_layernorm.weight"].numpy()
+    means = measured["blk.0.attn_q.weight.in_sum2"].ravel() / counts.pop()
+    assert (means / weight**2).mean() == pytest.approx(1, rel=0.02)
+    packed, other = (
+        {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+        for path in (file, plain)
+    )
+    rows = norm["model.layers.1.mlp.up_proj.weight"].numpy()
+    importance = measured["blk.1.ffn_up.weight.in_sum2"].ravel() / np.float32(
+        measured["blk.1.ffn_up.weight.counts"].item()
+    )
+    expected = b"".join(kquants.pack(rows, "Q4_K", importance))
+    assert packed["blk.1.ffn_up.weight"].tobytes() == expected
+    assert other["blk.1.ffn_up.weight"].tobytes() != expected
+
+
+def test_importance_needs_k_quants_and_a_run_with_data(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    model, out = models["wide"], ("--out", tmp_path / "out")
+    text = mistake(model, "--quantization", "q8_0", "--imatrix", model, *out)
+    assert says(text, "--imatrix is ... only K-quants ... --quantization q4_k_m")
+    text = mistake(model, "--quantization", "q4_k_m", "--imatrix", model, *out)
+    assert says(text, "--imatrix is ... which data ... run")
 
 
 # --- Adapters -------------------------------------------------------------------------------------

@@ -121,17 +121,18 @@ def unpack_into(model: Path, tensors: Any) -> None:
     """Replace the weights of a model by those of a file, as float16 where they are packed."""
     from safetensors.torch import save_file
 
-    from ftkit.extensions.gguf.model import _halves_after_each_other, tensor_names
+    from ftkit.extensions.gguf.families import named_tensors
+    from ftkit.extensions.gguf.model import _halves_after_each_other
 
     settings = json.loads((model / "config.json").read_text())
-    names = tensor_names(settings | {"head_dim": 64})
+    names = named_tensors(settings | {"head_dim": 64})
     weights = {}
     for tensor in tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if tensor.name.split(".")[2:3] in (["attn_q"], ["attn_k"]):
             values = _halves_after_each_other(values, 64)
         half = tensor.tensor_type.name != "F32"
-        weights[names[tensor.name][0]] = torch.from_numpy(values.astype("f2" if half else "f4"))
+        weights[names[tensor.name].theirs] = torch.from_numpy(values.astype("f2" if half else "f4"))
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
@@ -151,7 +152,8 @@ def test_progress_is_told_within_a_tensor(
     write = gguf_model.write_file
 
     def watched(*words: Any) -> None:
-        write(*words[:-1], lambda done, total: told.append((done, total)))
+        *others, _, importance = words
+        write(*others, lambda done, total: told.append((done, total)), importance)
 
     monkeypatch.setattr(gguf_model, "write_file", watched)
     export(wide, "gguf", tmp_path / "out", "--quantization", "q4_k_m")

@@ -17,10 +17,15 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.prompting import prompting_of
-from ftkit.evaluation.result import Result
+from ftkit.evaluation.result import Result, find_result
 from ftkit.extensions.gguf.families import FAMILIES, NamedTensor, Rule, named_tensors
 from ftkit.extensions.gguf.header import packed_bytes
 from ftkit.extensions.publish.commands import ExportOptions, GgufNumbers
+from ftkit.extensions.publish.gguf.importance import (
+    IMPORTANCE_FILE,
+    Importance,
+    measured_importance,
+)
 from ftkit.extensions.publish.gguf.kquants import K_QUANTS, pack
 from ftkit.extensions.publish.gguf.metadata import (
     GgufMetadata,
@@ -115,6 +120,10 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
         # By Hugging Face's names and rules first; from those llama.cpp's follow.
         stored = storage_of(base.architecture, "hf").written(stored)
     file = f"model-{numbers}.gguf"
+    importance = None
+    if options.imatrix is not None:
+        run = find_result(options.imatrix)
+        importance = measured_importance(result, run, names, options.checkpoint_dir, progress)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, values in factors.items():
@@ -133,7 +142,10 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
             planned,
             tensors(),
             progress,
+            importance,
         )
+        if importance is not None:
+            importance.write(partial / IMPORTANCE_FILE, FAMILIES[family].architecture)
         text = modelfile(file, base, prompting)
         (partial / MODELFILE).write_text(text, encoding="utf-8")
         beside = {**dict(licences(base)), **card_files(result, result.directory, "gguf")}
@@ -439,6 +451,7 @@ def write_file(
     planned: Mapping[str, PlannedTensor],
     tensors: Iterable[tuple[str, Tensor]],
     progress: OnProgress,
+    importance: Importance | None = None,
 ) -> None:
     """Write a GGUF file.
 
@@ -449,6 +462,7 @@ def write_file(
         planned: every tensor, by llama.cpp's name.
         tensors: the same with numbers, in any order.
         progress: receives the number of bytes.
+        importance: of the numbers in matrices; None: it was not measured.
 
     Raises:
         OSError: it cannot be written.
@@ -469,7 +483,8 @@ def write_file(
             if name not in starts or tuple(values.shape) != planned[name].shape:
                 raise ValueError(f"{name} {list(values.shape)} is twice, unknown or misshapen")
             out.seek(starts.pop(name))
-            for packed in _packed(name, values, planned[name].kind):
+            weights = None if importance is None else importance.of(name)
+            for packed in _packed(name, values, planned[name].kind, weights):
                 out.write(packed)
                 done_bytes += len(packed)
                 progress(done_bytes, total_bytes)
@@ -518,7 +533,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-def _packed(name: str, values: Tensor, kind: str) -> Iterator[bytes]:
+def _packed(name: str, values: Tensor, kind: str, importance: np.ndarray | None) -> Iterator[bytes]:
     """Yield the bytes of a tensor, in pieces."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
@@ -527,7 +542,7 @@ def _packed(name: str, values: Tensor, kind: str) -> Iterator[bytes]:
         chunk = rows.detach().to(device="cpu", dtype=torch.float32).contiguous().numpy()
         _require_numbers(name, chunk, kind)
         if kind in K_QUANTS:
-            yield from pack(chunk.reshape(-1, chunk.shape[-1]), kind)
+            yield from pack(chunk.reshape(-1, chunk.shape[-1]), kind, importance)
         else:
             yield quantize(chunk, GGMLQuantizationType[kind]).tobytes()
 
