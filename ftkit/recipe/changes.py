@@ -48,7 +48,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "text_key": "text",
     "text_files": "document",
     "join_documents": True,
-    "piece_kib": 256,
+    "piece_kib": 128,
     "window_pieces": 16,
 }
 """Fixed arguments of data modules: they decide texts and labels. A missing one is the default."""

@@ -42,7 +42,7 @@ class CorpusOptions:
     join_documents: bool = True
     """Whether documents are joined, each with its end token, and cut to train.max_seq_length:
     attention then crosses their borders. False: each document is cut by itself."""
-    piece_kib: int = 256
+    piece_kib: int = 128
     """Size of the pieces in which files are read and put in a random order; a document belongs to
     the piece that it begins in."""
     window_pieces: int = 16

@@ -37,7 +37,7 @@ def corpus(tmp_path: Path) -> Path:
         ({"path": "other"}, "data.path is the directory other ... .jsonl"),
         ({"path": "other/a.csv"}, "other/a.csv ... .jsonl"),
         ({"path": "nothing/*.jsonl"}, "nothing/*.jsonl"),
-        ({"path": "corpus", "piece_kib": 0}, "data.piece_kib is 0 ... 256"),
+        ({"path": "corpus", "piece_kib": 0}, "data.piece_kib is 0 ... 128"),
         ({"path": "corpus", "window_pieces": 1.5}, "data.window_pieces is 1.5 ... 16"),
         ({"path": "corpus", "windows_ahead": -1}, "data.windows_ahead is -1"),
         ({"path": "corpus", "cache_gib": -1}, "data.cache_gib is -1"),
