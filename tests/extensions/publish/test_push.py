@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import huggingface_hub
 import pytest
+from compared_runs import make_run
 from huggingface_hub import ModelCard, constants
 from messages import says
 from results import Ended
@@ -379,10 +380,11 @@ def test_a_card_says_which_weights_a_result_has(ended: dict[str, Ended]) -> None
     ],
 )
 def test_a_card_asks_the_kind_of_question_that_the_data_ask(
-    ended: dict[str, Ended], shape: str | None, given: str, asked: str
+    shape: str | None, given: str, asked: str, tmp_path: Path
 ) -> None:
     example = AnsweredExample(instruction="a secret", input=given)
-    report = dataclasses.replace(ended["full"].report, shape=shape, examples=[example])
+    report = make_run(tmp_path / "run", method="lora", data__path="chats.jsonl")
+    report = dataclasses.replace(report, shape=shape, examples=[example], resolved=None)
     for kind in ("adapter", "hf"):
         card = card_text(report, None, kind)
         assert asked in card and "secret" not in card
