@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
 from typing import Any, Literal, Self
 
@@ -504,32 +504,56 @@ def _weighted(q: Tensor, k: Tensor, v: Tensor, scores: Scores, hidden: Tensor) -
 
 
 @cache
-def _varlen_attention(groups: bool) -> Callable[..., Tensor]:
-    """Torch's attention over variable lengths, with or without groups of heads."""
+def _takes_groups() -> bool:
+    """Whether torch's attention over variable lengths takes groups of heads, as since 2.12."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # Below torch 2.12 it has no such argument.
-    knows_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    attention: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]  # one result
-    if not groups:
-        return attention
-    if knows_groups:
-        return partial(attention, enable_gqa=True)
-
-    # Older versions need a key and a value for each head.
-    def repeated(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
-        times = q.size(1) // k.size(1)
-        k, v = (part.repeat_interleave(times, 1) for part in (k, v))
-        return attention(q, k, v, *rest, **options)
-
-    return repeated
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
-    attention = _varlen_attention(groups=q.size(1) != k.size(1))
-    starts, longest = sequences.starts, max(sequences.lengths)
+    if q.size(1) != k.size(1) and not _takes_groups():
+        times = q.size(1) // k.size(1)
+        k, v = (part.repeat_interleave(times, 1) for part in (k, v))
+    longest = max(sequences.lengths)
     # The kernel counts tokens before the query, and -1 is no limit; our window includes the query.
     before = -1 if scores.window is None else scores.window - 1
-    return attention(
-        q, k, v, starts, starts, longest, longest, scale=scores.scale, window_size=(before, 0)
-    )
+    attended: Tensor = _FlashInRow.apply(q, k, v, sequences.starts, longest, scores.scale, before)
+    return attended
+
+
+class _FlashInRow(torch.autograd.Function):
+    """Flash attention over variable lengths, as `torch.nn.attention.varlen` calls it."""
+
+    # Not its public function, an operation made in Python: that takes the host longer, and in each
+    # layer fills three tensors that nothing reads. The arguments of these private operations are
+    # the same from torch 2.11 to 2.13.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        longest: int,
+        scale: float,
+        before: int,
+    ) -> Tensor:
+        # Lengths of queries and keys, dropout, and whether there is no window but causality.
+        ctx.layout = (longest, longest, 0.0, before == -1)
+        ctx.options = {"scale": scale, "window_size_left": before, "window_size_right": 0}
+        result: Tensor
+        result, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, *ctx.layout, False, **ctx.options
+        )
+        ctx.save_for_backward(q, k, v, result, sums, starts, state, unused)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *known, starts, state, unused = ctx.saved_tensors
+        found = torch.ops.aten._flash_attention_backward(
+            *gradients, *known, starts, starts, *ctx.layout, state, unused, **ctx.options
+        )
+        return *found, None, None, None, None

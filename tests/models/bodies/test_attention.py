@@ -1,9 +1,8 @@
 """Sequences in a row are computed as each is by itself, in every family and on every path."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import litgpt
 import numpy as np
 import pytest
 import torch
-import torch.nn.attention.varlen as torch_varlen
 import torch.nn.functional as F
 from adapters import build, lora_recipe
 from litgpt_models import litgpt_architecture
@@ -234,76 +232,107 @@ def test_nothing_as_large_as_the_square_of_a_row_is_made() -> None:
 # --- Attention over variable lengths --------------------------------------------------------------
 
 
-@dataclass
-class Call:
-    """A call of torch's function."""
+class FlashOnCpu:
+    """Stand-ins for torch's kernels over variable lengths, sequence by sequence."""
 
-    heads: list[tuple[int, int]]
-    starts: list[int]
-    longest: int
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heads: list[tuple[int, int]] = []
+        """Of queries and keys, in each call."""
+        self.windows: list[tuple[bool, int, int]] = []
+        """Whether a call was causal without a window, and tokens before and after a query."""
+        self.starts: list[int] = []
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", self.forward)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", self.backward)
 
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor,
+        starts_k: Tensor,
+        longest: int,
+        longest_k: int,
+        dropout: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float,
+        window_size_left: int,
+        window_size_right: int,
+    ) -> tuple[Tensor, ...]:
+        assert starts.dtype == torch.int32 and starts_k is starts
+        assert longest == longest_k == int(starts.diff().max())
+        assert not dropout and not return_debug_mask
+        self.heads.append((q.size(1), k.size(1)))
+        self.windows.append((is_causal, window_size_left, window_size_right))
+        self.starts = starts.tolist()
+        state = torch.zeros(2)
+        return self._attended(q, k, v, scale), torch.zeros(1), state, state, state
 
-def of_torch_2_13(
-    calls: list[Call],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: object = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Torch's documented function, on CPUs."""
-    assert cu_seq_q.dtype == torch.int32 and cu_seq_k is cu_seq_q and max_q == max_k
-    assert window_size == (-1, 0), "causal"
-    assert enable_gqa or query.size(1) == key.size(1)
-    calls.append(Call([(query.size(1), key.size(1))], cu_seq_q.tolist(), max_q))
-    results = []
-    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (part[None, start:end].transpose(1, 2) for part in (query, key, value))
-        result = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=True
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        results = []
+        for start, end in itertools.pairwise(self.starts):
+            some = (part[None, start:end].transpose(1, 2) for part in (q, k, v))
+            queries, keys, values = some
+            result = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
+            )
+            results.append(result.transpose(1, 2)[0])
+        return torch.cat(results)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: Tensor,
+        sums: Tensor,
+        starts: Tensor,
+        starts_k: Tensor,
+        longest: int,
+        longest_k: int,
+        dropout: float,
+        is_causal: bool,
+        state: Tensor,
+        unused: Tensor,
+        *,
+        scale: float,
+        window_size_left: int,
+        window_size_right: int,
+    ) -> tuple[Tensor, ...]:
+        assert starts.tolist() == self.starts and starts_k is starts and not dropout
+        assert (
+            longest == longest_k
+            and (is_causal, window_size_left, window_size_right) == (self.windows[-1])
         )
-        results.append(result.transpose(1, 2)[0])
-    return torch.cat(results)
-
-
-def of_torch_2_11(
-    calls: list[Call],
-    *rows: Any,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """The same function before it had groups of heads."""
-    return of_torch_2_13(calls, *rows, scale=scale, window_size=window_size)
+        assert result.shape == q.shape and sums.numel() == 1 and state is unused
+        q, k, v = (part.detach().requires_grad_() for part in (q, k, v))
+        with torch.enable_grad():
+            attended = self._attended(q, k, v, scale)
+        return torch.autograd.grad(attended, (q, k, v), gradient)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("version", "knows_groups"), [(of_torch_2_13, True), (of_torch_2_11, False)]
-)
+@pytest.mark.parametrize("takes_groups", [True, False], ids=["torch 2.12", "torch 2.11"])
 def test_a_row_goes_to_torchs_attention_over_variable_lengths_whole(
-    version: Callable[..., Tensor],
-    knows_groups: bool,
-    groups: int,
-    monkeypatch: pytest.MonkeyPatch,
+    takes_groups: bool, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[Call] = []
-    monkeypatch.setattr(torch_varlen, "varlen_attn", partial(version, calls))
-    attention._varlen_attention.cache_clear()
+    flash = FlashOnCpu(monkeypatch)
+    monkeypatch.setattr(attention, "_takes_groups", lambda: takes_groups)
     model = make_model("flash", n_query_groups=groups)
     found = learned(model, padding_free=True)
-    attention._varlen_attention.cache_clear()
-    starts = [0, 9, 39, 69, 74, 138, 140, 141]
-    heads = (4, groups if knows_groups else 4)
-    assert calls == [Call([heads], starts, 64)] * 2, "one call in each of two layers"
+    heads = (4, groups if takes_groups else 4)
+    assert flash.heads == [heads] * 2, "one call in each of two layers"
+    assert flash.starts == [0, 9, 39, 69, 74, 138, 140, 141]
     model.kernel = "sdpa"
     assert_equal(found, learned(model, padding_free=False))
+
+
+def test_groups_of_heads_are_known_by_torchs_version() -> None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert attention._takes_groups() == (version >= (2, 12))
 
 
 # --- Which path is taken --------------------------------------------------------------------------
@@ -482,17 +511,10 @@ def test_a_token_attends_to_a_cache_without_a_copy_of_it() -> None:
 def test_a_window_is_passed_to_torchs_attention_over_variable_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    windows = []
-
-    def varlen(*rows: Any, window_size: tuple[int, int], **_: Any) -> Tensor:
-        windows.append(window_size)
-        return torch.empty_like(rows[0])
-
-    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen)
-    attention._varlen_attention.cache_clear()
-    q = torch.randn(6, 2, 8)
+    flash = FlashOnCpu(monkeypatch)
+    q = torch.randn(6, 2, 8, requires_grad=True)
     starts = torch.tensor([0, 4, 6], dtype=torch.int32)
     for window in (None, 3):
-        attend(q, q, q, Sequences((4, 2), "flash", starts), Scores(0.5, window=window))
-    attention._varlen_attention.cache_clear()
-    assert windows == [(-1, 0), (2, 0)]
+        found = attend(q, q, q, Sequences((4, 2), "flash", starts), Scores(0.5, window=window))
+        found.sum().backward()
+    assert flash.windows == [(True, -1, 0), (False, 2, 0)]
