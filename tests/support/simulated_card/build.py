@@ -14,7 +14,7 @@ from filelock import FileLock
 
 HERE = Path(__file__).parent
 SOURCES = ("device.cpp", "kernels.cpp")
-HEADERS = ("card.h",)
+HEADERS = ("card.h", "tape.h")
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
 
 

@@ -29,7 +29,7 @@ enum class Kind : int {
   kSynchronize = 6,  // of a stream, an event or the device
 };
 
-// Calls the Python callback, if there is one.
+// Calls the Python callback, if there is one; throws while this thread records a graph.
 void report(Kind kind, const char* what, int64_t bytes);
 
 // Addresses on a card carry a bit that no address of a process has: what reads them on the host

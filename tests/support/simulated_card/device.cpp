@@ -3,6 +3,7 @@
 // Tensors "on" a card are ordinary tensors of the device type CUDA; their memory is that of the
 // host under another address. What computes with them is in kernels.cpp.
 #include "card.h"
+#include "tape.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
@@ -201,12 +202,25 @@ struct CardGenerator final : at::CPUGeneratorImpl {
     device_ = c10::Device(kCard, device);
     key_set_ = c10::DispatchKeySet(kCardKey);
   }
-  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
+  void set_current_seed(uint64_t seed) override {
+    require_no_recording();
+    host.set_current_seed(seed);
+  }
   uint64_t current_seed() const override { return host.current_seed(); }
   uint64_t seed() override { return host.seed(); }
-  void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
+  void set_state(const c10::TensorImpl& state) override {
+    require_no_recording();
+    host.unsafeGetGeneratorImpl()->set_state(state);
+  }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    require_no_recording();
     return host.unsafeGetGeneratorImpl()->get_state();
+  }
+  // A graph knows how far a generator is only when it is replayed.
+  static void require_no_recording() {
+    TORCH_CHECK(
+        recording() == nullptr,
+        "CUDA error: operation not permitted when stream is capturing (a state of a generator)");
   }
   at::Generator host;
 };
@@ -250,8 +264,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(cards.load());
   }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag flag)
       const override {
+    TORCH_CHECK(
+        recording() == nullptr || flag == c10::EventFlag::PYTORCH_DEFAULT,
+        "CUDA error: operation not permitted when stream is capturing (an event with a time)");
     if (*event == nullptr) {
       *event = new Moment;
     }
@@ -354,6 +371,9 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, kCard, BucketTimer)
 }  // namespace
 
 void report(Kind kind, const char* what, int64_t bytes) {
+  TORCH_CHECK(
+      recording() == nullptr,
+      "CUDA error: operation not permitted when stream is capturing (", what, ")");
   if (Callback found = callback.load()) {
     found(static_cast<int>(kind), what, bytes);
   }

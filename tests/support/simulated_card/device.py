@@ -45,7 +45,7 @@ def install(cards: Cards, library: Any) -> None:
     """Make torch what it is with these cards; right after it was imported."""
     import torch
 
-    from simulated_card import attention, counts, groups, products, streams
+    from simulated_card import attention, counts, graphs, groups, products, streams
 
     library.card_register_kernels()
     library.card_register_namespace(b"c10d")
@@ -63,8 +63,7 @@ def install(cards: Cards, library: Any) -> None:
     torch._C._set_only_lift_cpu_tensors(True)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
     torch._C._cuda_clearCublasWorkspaces = lambda: None
-    torch._C._cuda_isCurrentStreamCapturing = lambda: False
-    torch.cuda.is_current_stream_capturing = lambda: False
+    graphs.install(library)
     torch.backends.cuda.is_built = lambda: True
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(torch.cuda.nvtx, name, lambda *_: None)

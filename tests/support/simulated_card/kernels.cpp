@@ -3,6 +3,7 @@
 // A kernel gets tensors of the host that share the memory of those on the card; what it returns is
 // taken over as memory of the card. So numbers are those of a run on the CPU.
 #include "card.h"
+#include "tape.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/autocast_mode.h>
@@ -264,9 +265,20 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     report(Kind::kShape, op.operator_name().name.c_str(), 0);
   }
   Aliases aliases;
+  Tape* tape = recording();
+  Stack recorded;
+  std::vector<std::pair<size_t, c10::IValue>> written_values;
   bool has_generator = false;
   for (size_t i = 0; i < arguments.size(); ++i) {
     c10::IValue& value = (*stack)[first + i];
+    if (tape) {
+      const bool written = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+      recorded.push_back(
+          with_tensors(value, [&](const Tensor& t) { return tape->input(t, written); }));
+      if (written) {
+        written_values.emplace_back(i, value);
+      }
+    }
     if (value.isDevice()) {
       device = device < 0 ? asked_device(value) : device;
       value = c10::Device(c10::kCPU);
@@ -282,6 +294,10 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
       value = host_generator(given);
     } else {
       value = with_tensors(value, [&](const Tensor& t) { return aliases.of(t); });
+      continue;
+    }
+    if (tape) {
+      recorded.back() = value;
     }
   }
   device = device < 0 ? current_device() : device;
@@ -294,10 +310,32 @@ void compute(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     op.callBoxedForDispatchKey(c10::DispatchKey::CPU, *stack);
     aliases.resize_originals();
   }
+  std::vector<Tensor> results;
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
     (*stack)[i] =
         with_tensors((*stack)[i], [&](const Tensor& t) { return aliases.back(t, device); });
+    if (tape) {
+      const std::vector<Tensor> found = Tape::tensors((*stack)[i]);
+      results.insert(results.end(), found.begin(), found.end());
+    }
   }
+  if (tape) {
+    for (const auto& [i, value] : written_values) {  // which may have another size now
+      recorded[i] = with_tensors(value, [&](const Tensor& t) { return Tape::bare(t); });
+    }
+    tape->add(op, std::move(recorded), results);
+  }
+}
+
+// An operator of a tape once more.
+void compute_again(const c10::OperatorHandle& op, Stack& stack) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (op.operator_name().name == "aten::copy_") {  // above, too, it is no kernel of the CPU alone
+    stack[0].toTensor().copy_(stack[1].toTensor());
+    return;
+  }
+  OwnNumbers numbers(op, current_device());
+  op.callBoxedForDispatchKey(c10::DispatchKey::CPU, stack);
 }
 
 // --- Between ranks: NCCL in name, gloo in truth --------------------------------------------------
@@ -345,6 +383,13 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
         is_pinned ? "pinned" : "pageable", bytes);
   }
   at::AutoDispatchBelowADInplaceOrView below;
+  if (Tape* tape = recording()) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
+    Stack inputs = {tape->input(self, true), tape->input(source, false), false};
+    target.copy_(from, false);
+    tape->add(op, std::move(inputs), {self});
+    return self;
+  }
   target.copy_(from, false);
   return self;
 }
@@ -517,6 +562,40 @@ void card_register_namespace(const char* wanted) {
         rest.c_str(),
         is_collective ? torch::CppFunction::makeFromBoxedFunction<&communicate>()
                       : torch::CppFunction::makeFromBoxedFunction<&compute>());
+  }
+}
+
+// CUDA graphs: what this thread computes from now on is recorded.
+void card_capture_begin() {
+  c10::ThreadLocalDebugInfo::_push(
+      c10::DebugInfoKind::TEST_INFO, std::make_shared<card::Tape>());
+}
+
+int card_is_capturing() { return card::recording() != nullptr; }
+
+// The graph, which card_free_graph frees.
+void* card_capture_end() {
+  auto recorded = c10::ThreadLocalDebugInfo::_pop(c10::DebugInfoKind::TEST_INFO);
+  auto* tape = new std::shared_ptr<card::Tape>(std::static_pointer_cast<card::Tape>(recorded));
+  (*tape)->finish();
+  return tape;
+}
+
+int64_t card_graph_size(void* graph) {
+  return (*static_cast<std::shared_ptr<card::Tape>*>(graph))->size();
+}
+
+void card_free_graph(void* graph) { delete static_cast<std::shared_ptr<card::Tape>*>(graph); }
+
+// Why it failed; nullptr: it did not.
+const char* card_replay(void* graph) {
+  static thread_local std::string why;
+  try {
+    (*static_cast<std::shared_ptr<card::Tape>*>(graph))->replay(&card::compute_again);
+    return nullptr;
+  } catch (const std::exception& error) {
+    why = error.what();
+    return why.c_str();
   }
 }
 
