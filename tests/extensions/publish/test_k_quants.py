@@ -149,7 +149,7 @@ def test_progress_is_told_within_a_tensor(
     told: list[tuple[int, int]] = []
     from ftkit.extensions.publish.gguf import model as gguf_model
 
-    write = gguf_model.write_file
+    write: Any = gguf_model.write_file
 
     def watched(*words: Any) -> None:
         *others, _, importance = words
