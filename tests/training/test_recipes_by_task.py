@@ -1,5 +1,6 @@
 """Recipes for what people do: each fits the card that it names, and learns from its made data."""
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ class Task:
     command: str = "finetune"
     column: str = "loss"
     """Of metrics.csv, which only this task has."""
+    tokens: int | None = None
+    """Of the samples that it is planned for; None: of the made ones."""
 
 
 TASKS = {
@@ -42,6 +45,7 @@ TASKS = {
     "experts": Task(family="qwen3_moe", column="router_aux_loss"),
     "pairs": Task(column="accuracy"),
     "qlora-16gb": Task(),
+    "long-context": Task(tokens=65536),
 }
 OFTEN = [("tool-calls",), ("documents",), ("experts",), ("pairs",), ("qlora-16gb",)]
 """Outside the matrix: the others are chats as well."""
@@ -84,7 +88,14 @@ def test_a_recipe_fits_the_card_that_it_names_as_it_says(
     found = CARD.search(recipe_of(name).read_text())
     assert found is not None
     card, least, most = found[1], float(found[2]), float(found[3])
-    planned = plan_files([recipe_of(name)], [], command=TASKS[name].command, gpu=find_gpu(card))
+    keys = []
+    if (tokens := TASKS[name].tokens) is not None:
+        # Without its tokenizer, text may have as many tokens as bytes.
+        turns = [("user", "Why?"), ("assistant", "a" * tokens)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        Path("long.jsonl").write_text(2 * (json.dumps({"messages": messages}) + "\n"))
+        keys = [("data.path", "long.jsonl"), ("data.val_split_fraction", "0.5")]
+    planned = plan_files([recipe_of(name)], keys, command=TASKS[name].command, gpu=find_gpu(card))
     assert planned.fits and planned.known_as is not None
     assert planned.least_bytes / 2**30 == pytest.approx(least, rel=0.02)
     assert planned.high_bytes / 2**30 == pytest.approx(most, rel=0.02)
@@ -100,6 +111,7 @@ def test_a_recipe_learns_from_its_made_data(name: str, ftkit: Command, tmp_path:
         *("--precision", "32-true", "--train.max_steps", STEPS, "--train.epochs", STEPS),
         *("--optimizer.lr", 0.01),
         *("--eval.interval", STEPS, "--eval.max_iters", 2, "--eval.max_new_tokens", 2),
+        *(() if task.tokens is None else ("--train.max_seq_length", 1024)),
     )
     assert ended.returncode == 0, ended.stderr
     rows = read_metrics(out / "metrics.csv")
