@@ -5,6 +5,7 @@ import dataclasses
 import re
 import shutil
 import textwrap
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -192,9 +193,14 @@ def _command_parser(command: Command) -> ArgumentParser:
         # seconds.
         # Those whose keys are known before torch is loaded.
         _add_component_keys(parser, "data", "JSON")
+        shown: set[str] = set()
         for rules in STRATEGIES:
-            if dataclasses.fields(rules.options):
-                _add_component_keys(parser, "strategy", rules.name)
+            own = {field.name for field in dataclasses.fields(rules.options)} - shown
+            if own:
+                # Keys that a strategy inherits stand with those of the other.
+                names = [one.name for one in STRATEGIES if issubclass(one.options, rules.options)]
+                _add_component_keys(parser, "strategy", rules.name, ", ".join(names), shown)
+            shown |= own
     return parser
 
 
@@ -257,15 +263,29 @@ def _add_option(parser: ArgumentParser, item: Declared) -> None:
     parser.add_argument(name, default=default, required=item.required, help=text, **shown)
 
 
-def _add_component_keys(parser: ArgumentParser, component: str, name: str) -> bool:
-    """Add a section with the keys of a component; whether it has any."""
-    group = parser.add_argument_group(f"Keys of --{component} {name}")
+def _add_component_keys(
+    parser: ArgumentParser,
+    component: str,
+    name: str,
+    title: str = "",
+    shown: Collection[str] = (),
+) -> bool:
+    """Add a section with the keys of a component; whether it has any.
+
+    Args:
+        parser: gets the section.
+        component: data, optimizer or strategy.
+        name: which one.
+        title: all that have these keys; "": it alone.
+        shown: keys that other sections have.
+    """
+    group = parser.add_argument_group(f"Keys of --{component} {title or name}")
     names = group.add_class_arguments(
         _component_class(component, name),
         component,
         as_group=False,
         # Arguments that ftkit passes itself.
-        skip=_GIVEN_BY_FTKIT,
+        skip={*_GIVEN_BY_FTKIT, *shown},
         fail_untyped=False,
     )
     _write_placeholders(parser)

@@ -126,7 +126,10 @@ def note_shortage(job: Job, smaller: MicroBatch) -> bool:
     rank, error = _cause(job.directory, job.plan.world_size)
     if error is None or error.kind not in FOR_MEMORY:
         return False
-    report = _combined(job, _reports(job), (), rank, error)
+    reports = _reports(job)
+    if reports[rank].phase == "set_up":  # which no micro-batch is part of
+        return False
+    report = _combined(job, reports, (), rank, error)
     out_dir = job.recipe.out_dir
     with Display(out_dir) as display, suppress(OSError):
         write_report(report, out_dir)

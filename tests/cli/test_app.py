@@ -45,7 +45,8 @@ OWN = [
 """Options of these commands that are no key of a recipe."""
 OF_COMPONENTS = [
     *(f"data.{field.name}" for field in dataclasses.fields(OwnDataOptions)),
-    *(f"strategy.{field.name}" for row in STRATEGIES for field in dataclasses.fields(row.options)),
+    # Once, also where strategies have it in common.
+    *{f"strategy.{field.name}" for row in STRATEGIES for field in dataclasses.fields(row.options)},
     *("data.help", "objective.help", "optimizer.help", "strategy.help"),
 ]
 CHECKPOINTS = ["list", "show", "verify", "clean", "diff"]
@@ -220,7 +221,7 @@ def test_the_function_of_a_command_exists(name: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--data.help"], "--data takes one of: JSON, Alpaca, Alpaca2k, "),
+        (["--data.help"], "--data takes one of: JSON, NeoX, Alpaca, Alpaca2k, "),
         (["--data.help", "JSON"], "--data.path TEXT|PATH A file (.json, .jsonl, .csv,"),
         (["--data.help", "JSON"], "--data.json_path TEXT|PATH Older name of path."),
         (["--data.help", "JSON"], "--data.columns {KEY:VALUE,...} Names of the records"),
@@ -237,7 +238,8 @@ def test_the_function_of_a_command_exists(name: str) -> None:
         (["--strategy.help"], "--strategy takes one of: auto, single, ddp, fsdp, deepspeed."),
         (["--strategy.help", "fsdp"], "--strategy.cpu_offload {true,false} Keep parameters,"),
         (["--strategy.help", "deepspeed"], "--strategy.stage {1,2,3} ZeRO stage"),
-        (["--strategy.help", "ddp"], "--strategy ddp has no keys of its own."),
+        (["--strategy.help", "ddp"], "--strategy.context N Neighbouring ranks"),
+        (["--strategy.help", "single"], "--strategy single has no keys of its own."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -293,7 +293,8 @@ def test_auto_takes_the_memory_that_is_free_here(key: str, monkeypatch: pytest.M
     found = plan_files((), keys)
     assert found.gpu and found.gpu.name == HOST and found.fits
     assert found.micro_batch.full == (16 if key == "micro_batch_size" else 16 * 63)
-    less = (plan_files((), keys[:2]).memory.high_bytes + found.memory.high_bytes) // 2
+    one = plan_files((), [*keys[:2], ("train.micro_batch_size", "1")])
+    less = (one.memory.high_bytes + found.memory.high_bytes) // 2
     monkeypatch.setattr("ftkit.planning.gpus.available_host_bytes", lambda ranks: less)
     smaller = plan_files((), keys)
     assert smaller.fits and smaller.micro_batch.full < found.micro_batch.full
@@ -412,6 +413,7 @@ def test_a_plan_says_in_which_form_a_base_is_published_and_what_becomes_of_it(
             ("bnb.nf4", "in FP8, packed again as bnb.nf4"),
         ):
             keys = {"precision": "bf16-true", "lora_query": True, "quantize": quantize}
+            keys["train__micro_batch_size"] = 1
             made = found[name, quantize] = planned(str(place), **keys)
             assert says(plain_text(plan_table(made), 200), f"published ... {words}")
             assert made.as_dict()["published"] == "FP8"
@@ -426,10 +428,8 @@ def test_a_plan_says_in_which_form_a_base_is_published_and_what_becomes_of_it(
     def attempt(changed: Sequence[Override]) -> Planned:
         if changed and changed[0][0] != "quantize":
             raise UserError("not this one")
-        quantize = dict(changed).get("quantize")
-        return planned(
-            str(tmp_path / "all"), size, precision="bf16-true", lora_query=True, quantize=quantize
-        )
+        keys["quantize"] = dict(changed).get("quantize")
+        return planned(str(tmp_path / "all"), size, **keys)
 
     change = next(c for c in changes_that_fit(attempt(()), attempt) if c.planned.fits)
     assert change.overrides == (("quantize", "stored"),)
@@ -445,7 +445,7 @@ def test_offloaded_tensors_are_in_host_memory() -> None:
 
 @pytest.mark.slow
 def test_copies_of_a_model_on_several_nodes_need_what_the_ranks_of_one_node_need() -> None:
-    keys = {"devices": 2, "strategy": "fsdp"}
+    keys = {"devices": 2, "strategy": "fsdp", "train__micro_batch_size": 1}
     one = planned(**keys).memory
     both = planned(**keys, num_nodes=2, strategy__sharding="HYBRID_SHARD").memory
     assert both.breakdown_bytes == one.breakdown_bytes
