@@ -68,6 +68,9 @@ class Objective(ABC):
     is_smoothed = False
     """Whether train.label_smoothing applies: to what `SummedLoss` computes without a `token_loss`.
     A class of a plugin that has another `output` does not inherit it."""
+    shares_sequences = False
+    """Whether ranks may each have pieces of its sequences (strategy.context). A class of a plugin
+    that has another `output` or other `sums` does not inherit it."""
     of_sequences = False
     """Whether its sums are of whole sequences, by `sequence_sums`, and not of tokens."""
     is_cross_entropy = False

@@ -50,6 +50,7 @@ class Supervised(Objective):
 
     terms: tuple[Term, ...] = (Term(name=LOSS, divisor="label_tokens"),)
     is_smoothed = True
+    shares_sequences = True
     is_cross_entropy = True
     _token_weight: TokenWeight | None = None
     _z_loss = 0.0

@@ -76,6 +76,7 @@ def step(model: LanguageModel, lengths: tuple[int, ...]) -> tuple[float, list[Te
         "lengths": lengths,
         "sequence_lengths": lengths,
         "numbers": range(len(lengths)),
+        "first": 0,
     }
     with model.body.tokens.of(tokens, batch):
         loss = model(ids, torch.arange(tokens // 2) * 2, labels, sequence_lengths=lengths)

@@ -273,6 +273,7 @@ def _batch() -> Batch:
         "is_real_sequence": torch.ones(SEQUENCES, dtype=torch.bool),
         "lengths": (LENGTH,) * SEQUENCES,
         "numbers": tuple(range(SEQUENCES)),
+        "first": 0,
         "sequence_lengths": (LENGTH,) * SEQUENCES,
         "divisors": defaultdict(lambda: torch.tensor(1.0, dtype=torch.float64)),
     }

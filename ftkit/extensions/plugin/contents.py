@@ -121,7 +121,10 @@ def _defined(name: str, value: Any) -> Defined | None:
     if kind == "objective":
         names = [field.name for field in dataclasses.fields(ObjectiveRules)]
         rules = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        rules["is_smoothed"] = _is_smoothed(value)
+        # The head smooths labels: with an output of its own, the setting might have no effect and
+        # nobody would know. Nor does anybody know what other sums need of a sequence.
+        rules["is_smoothed"] = _inherits(value, "is_smoothed", "output")
+        rules["shares_sequences"] = _inherits(value, "shares_sequences", "output", "sums")
     return Defined(
         name=name,
         kind=kind,
@@ -139,11 +142,10 @@ def _kind_of(value: type) -> Kind | None:
     return "data" if is_sequence and not issubclass(value, _BUILT_IN) else None
 
 
-def _is_smoothed(objective: type[Objective]) -> bool:
-    # The head smooths labels, so what a class inherits holds for the output that it inherits: with
-    # an output of its own, the setting might have no effect and nobody would know.
-    nearest = next(one for one in objective.__mro__ if {"is_smoothed", "output"} & vars(one).keys())
-    return bool(vars(nearest).get("is_smoothed"))
+def _inherits(objective: type[Objective], rule: str, *methods: str) -> bool:
+    """Whether a rule holds, which a class inherits only with these methods."""
+    nearest = next(one for one in objective.__mro__ if {rule, *methods} & vars(one).keys())
+    return bool(vars(nearest).get(rule))
 
 
 def _options_of(value: type) -> Iterator[OwnOption]:

@@ -27,6 +27,7 @@ class Kto(Objective):
 
     preference = "labels"
     needs_reference = True
+    shares_sequences = True
     of_sequences = True
     observes_mismatched = True
     terms = (

@@ -47,6 +47,7 @@ class Paired(Objective):
     """An objective on pairs."""
 
     preference = "pairs"
+    shares_sequences = True
     of_sequences = True
 
     def amounts(self, samples: Samples) -> Amounts:

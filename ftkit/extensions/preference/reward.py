@@ -22,6 +22,7 @@ class Reward(Objective):
     https://arxiv.org/abs/2312.09244.
     """
 
+    shares_sequences = True
     of_sequences = True
 
     def __init__(self, *, center_weight: float = 0.0) -> None:

@@ -79,6 +79,7 @@ def test_dropout_in_an_expert_is_that_of_the_tokens_which_choose_it() -> None:
             "lengths": (x.shape[1],) * len(x),
             "sequence_lengths": None,
             "numbers": numbers,
+            "first": 0,
         }
         with tokens.of(0, batch):
             result: torch.Tensor = ours(x)

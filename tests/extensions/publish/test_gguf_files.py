@@ -247,7 +247,7 @@ def test_the_modelfile_has_the_template_in_the_language_of_ollama(
     assert "TEMPLATE here" in text and 'TEMPLATE "' not in text
     said = capsys.readouterr().out
     assert said.count("it may need a TEMPLATE first") == 1
-    assert "(it may need" in said.partition("/other/Modelfile\n")[2]
+    assert "(it may need" in said.partition("/other/Modelfile ")[2]
 
 
 def test_importance_is_measured_on_the_data_of_a_run_and_used_for_packing(
