@@ -148,6 +148,7 @@ def test_every_adapted_layer_of_a_family_knows_the_tokens_of_its_input(
         batch = {
             "input_ids": torch.stack(list(numbers.values())),
             "lengths": (12,) * len(numbers),
+            "first": 0,
             "sequence_lengths": None,
             "numbers": tuple(numbers),
         }
