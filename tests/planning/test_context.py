@@ -79,7 +79,8 @@ def test_fit_advises_to_share_sequences_where_it_is_enough(llama: str) -> None:
     size = f"{enough.memory.high_bytes // 2**20 + 1}MiB"
 
     def attempt(overrides: Sequence[Override]) -> Planned:
-        if overrides and overrides[0][0] != "strategy.context":
+        # The last resort, shorter samples, is tried whatever else was found.
+        if overrides and overrides[0][0] not in ("strategy.context", "train.max_seq_length"):
             raise UserError("not this one")
         return planned(llama, size, **{key: json.loads(value) for key, value in overrides})
 
