@@ -29,23 +29,28 @@ KEYS = PLAIN | {
 
 def strategies(scene: Scene, found: Found) -> None:
     """Compare each strategy on two GPUs with one GPU."""
+    _compare(scene, found, ("ddp", "fsdp", "deepspeed"))
+
+
+def shared_sequences(scene: Scene, found: Found) -> None:
+    """Compare two GPUs that share the sequences of micro-batches with one GPU."""
+    _compare(scene, found, ("ddp", "fsdp"), strategy__context=2)
+
+
+def _compare(scene: Scene, found: Found, names: tuple[str, ...], **keys: object) -> None:
     losses: dict[str, list[float]] = {}
-    shared = {"strategy__context": 2}
-    for name, keys in (
-        *((strategy, {}) for strategy in ("single", "ddp", "fsdp", "deepspeed")),
-        *((f"{strategy}, sequences over 2 ranks", shared) for strategy in ("ddp", "fsdp")),
-    ):
-        strategy, out = name.partition(",")[0], scene.directory / name
+    for name in ("single", *names):
+        out = scene.directory / name
         done = ftkit(
             "finetune_full",
             **KEYS,
             out_dir=out,
             checkpoint_dir="random:pythia-410m",
             accelerator=scene.accelerator,
-            strategy=strategy,
-            devices=1 if strategy == "single" else 2,
+            strategy=name,
+            devices=1 if name == "single" else 2,
             checkpoint__save=False,
-            **keys,
+            **({} if name == "single" else keys),
         )
         if done.returncode:
             found.check(name, passed=False, said=exit_summary(done))

@@ -24,7 +24,8 @@ ONE_OF_EACH_KIND = [
     "tests", "quick_start_nf4", "speed_full", "speed_qlora", "memory_0", "kernels", "saves",
     "paged",
     "peer: ftkit, full", "peer: litgpt, full", "lever: padding_free, full",
-    "fullest: micro_batch_tokens", "scaling_length", "strategies", "dead_rank",
+    "fullest: micro_batch_tokens", "scaling_length", "strategies", "shared_sequences",
+    "dead_rank",
 ]  # fmt: skip
 
 

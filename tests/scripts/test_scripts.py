@@ -554,8 +554,12 @@ def unknown_keys(values: dict[str, Any], kind: Any, prefix: str = "") -> Iterato
             yield from unknown_keys(value, types[key], f"{prefix}{key}.")
 
 
+FULL = ("documents", "documents-stream", "images")
+"""Recipes that train all weights, besides those whose names say so."""
+
+
 def runs_lora(recipe: Path) -> bool:
-    trains_all = recipe.stem.endswith("-full") or recipe.stem in ("documents", "images")
+    trains_all = recipe.stem.endswith("-full") or recipe.stem in FULL
     return recipe.parent.name != "multi_gpu" and not trains_all
 
 

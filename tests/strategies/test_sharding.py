@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,7 +221,13 @@ def test_a_validation_asks_every_tenth_batch_whether_to_stop() -> None:
             asked.append(len(done))
             return answers[len(asked) - 1]
 
-        model: Any = lambda *_, **__: torch.tensor(2.0)  # noqa: E731
+        class Model:
+            body = SimpleNamespace(exchange=None)
+
+            def __call__(self, *_: object, **__: object) -> torch.Tensor:
+                return torch.tensor(2.0)
+
+        model: Any = Model()
         batches: Any = [batch] * 25
         validated = validation_loss(
             model,
