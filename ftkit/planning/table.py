@@ -419,5 +419,7 @@ def _micro_steps(planned: Planned) -> str:
     )
     if tokens is None:
         return f"{steps} of {plan.micro_batch_size} on {ranks}"
-    why = "" if plan.chosen is None else f" ({SOURCE_WORDS[plan.chosen.source]})"
+    why = ""
+    if plan.chosen is not None and planned.fits is not False:
+        why = f" ({SOURCE_WORDS[plan.chosen.source]})"
     return f"at most {steps} of {tokens:,} tokens{why} on {ranks}"
