@@ -440,15 +440,17 @@ def _saved_micro_batch(start: Start, plan: Plan) -> MicroBatch | None:
     saved = start.metadata.layout
     there = (saved.accelerator, saved.strategy, saved.devices, saved.num_nodes, saved.precision)
     here = (plan.accelerator, plan.strategy, plan.devices, plan.num_nodes, plan.precision)
-    if plan.chosen is None or plan.mesh.context > 1 or here != there:
+    usual = None if plan.chosen is None else plan.chosen.tokens
+    # Without a number of tokens, the whole step or one sequence is the only choice there is.
+    if usual is None or plan.mesh.context > 1 or here != there:
         return None
     # More than usual is of ranks that shared their rows.
-    if (saved.micro_batch_tokens or 0) > (plan.chosen.tokens or 0):
+    if (saved.micro_batch_tokens or 0) > usual:
         return None
     found = MicroBatch(
         sequences=saved.micro_batch_size, tokens=saved.micro_batch_tokens, source="checkpoint"
     )
-    same = dataclasses.replace(found, source=plan.chosen.source) == plan.chosen
+    same = (found.sequences, found.tokens) == (plan.micro_batch_size, plan.micro_batch_tokens)
     return None if same else found
 
 

@@ -42,12 +42,13 @@ class MicroBatch:
     @property
     def half(self) -> "MicroBatch | None":
         """Half of it; None: one sequence is not less."""
-        halved = self.halved + 1
+        # Whatever decided before, memory does now.
+        less = dataclasses.replace(self, source="memory", halved=self.halved + 1)
         if self.tokens is not None:
-            return dataclasses.replace(self, tokens=max(1, self.tokens // 2), halved=halved)
+            return dataclasses.replace(less, tokens=max(1, self.tokens // 2))
         if self.sequences == 1:
             return None
-        return dataclasses.replace(self, sequences=self.sequences // 2, halved=halved)
+        return dataclasses.replace(less, sequences=self.sequences // 2)
 
 
 def count_micro_steps(samples: int, micro_batch_size: int, data_ranks: int) -> int:

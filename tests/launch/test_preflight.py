@@ -497,9 +497,9 @@ def test_a_plan_takes_the_largest_open_micro_batch_that_fits(tmp_path: Path) -> 
 
 def test_a_shortage_halves_a_micro_batch() -> None:
     half = USUAL.half
-    assert half == dataclasses.replace(USUAL, tokens=4096, halved=1)
+    assert half == dataclasses.replace(USUAL, tokens=4096, source="memory", halved=1)
     four = MicroBatch(sequences=4, tokens=None, source="checkpoint")
-    assert four.half == dataclasses.replace(four, sequences=2, halved=1)
+    assert four.half == dataclasses.replace(four, sequences=2, source="memory", halved=1)
     assert dataclasses.replace(four, sequences=1).half is None
 
 

@@ -142,6 +142,7 @@ def test_a_micro_batch_that_ftkit_chose_is_halved_when_memory_runs_out(
     report = read_report(tmp_path / "out")
     assert (attempt.code, report.micro_batch_halved) == (0, 2), attempt.output
     assert report.resolved and report.resolved.micro_batch_tokens == 512
+    assert report.resolved.micro_batch_source == "memory"
     # From the last commit each time; what is learned is the same.
     first = report.restarts[0]
     assert (len(report.restarts), first.from_step + first.steps_lost) == (2, 2)

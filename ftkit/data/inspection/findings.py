@@ -373,8 +373,8 @@ def train_in_validation(evidence: Evidence) -> Finding | None:
         )
     elif options.get("drop_equal"):
         advice = (
-            "data.drop_equal is true, so their records differ, but only in what is no part of the "
-            "samples, such as what lies behind train.max_seq_length. Remove one of each two."
+            "data.drop_equal is true, so their records differ, but only in what samples leave out, "
+            "such as text behind train.max_seq_length. Remove one of each two."
         )
     elif evidence.settings["class_path"].rpartition(".")[2] == OWN_NAME:
         advice = "Try --data.drop_equal true, which keeps only the first of equal records."

@@ -66,7 +66,7 @@ def collate(
         is_real: like input_ids, bool: a token of a sample, no padding and no filler.
         sequence_lengths: tokens of each sample in the whole row, with fillers and what makes pieces
             equal; or None.
-        lengths: tokens of each sample, also where there is no row.
+        lengths: tokens of each sample, in a row or padded.
         numbers: as given.
         label_indices: [labels] int64, indices into the flattened input_ids of the tokens whose
             next token carries loss.

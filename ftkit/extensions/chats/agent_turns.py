@@ -129,7 +129,7 @@ def _whole(said: tuple[int, Record] | None) -> Iterator[tuple[int, Record]]:
 
 
 def _with_blocks(turn: Any, kind: Any, number: int) -> Iterator[Any]:
-    """A turn of a trace that is no item of the assistant, as messages."""
+    """Messages of a turn, where the assistant has not said it."""
     if kind == "function_call_output":
         yield _result(turn.get("call_id"), turn.get("output"))
         return

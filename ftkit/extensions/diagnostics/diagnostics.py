@@ -40,7 +40,7 @@ def show_report(options: ReportOptions) -> int:
     """Show the report of a run, or its diagnostics; return the exit code.
 
     Raises:
-        UserError: there is no run, it has no report, or the file cannot be written.
+        UserError: the run or its report is missing, or the file cannot be written.
     """
     run = RunDirectory(options.out_dir.expanduser())
     if not options.diagnostics:
@@ -74,7 +74,7 @@ def diagnostics(run: RunDirectory) -> str:
         run: in any state; one that was killed early has no report.
 
     Raises:
-        UserError: there is no run.
+        UserError: the run is missing.
     """
     state, report = "without a report", None
     try:

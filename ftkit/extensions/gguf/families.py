@@ -29,7 +29,7 @@ class Row(NamedTuple):
     """Words of `_sizes`."""
     rule: Rule = ""
     needs: str = ""
-    """A setting without which there is no such tensor."""
+    """The setting that has to be on for a model to have the tensor; "": every model has it."""
 
 
 class NamedTensor(NamedTuple):
