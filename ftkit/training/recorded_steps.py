@@ -310,11 +310,9 @@ class RecordedSteps:
             parameters = list(dict.fromkeys(added))
             self._recordings[key] = _Recording(graph, list(own.values()), parameters)
             # None of the others is ever written: it would be memory for nothing.
-            fixed_gradients = self._strategy.fixed_gradients
-            for parameter in {*fixed_gradients} - {
-                p for r in self._recordings.values() for p in r.parameters
-            }:
-                del fixed_gradients[parameter]
+            written = {one for known in self._recordings.values() for one in known.parameters}
+            for parameter in {*self._strategy.fixed_gradients} - written:
+                del self._strategy.fixed_gradients[parameter]
         finally:
             for handle in handles:
                 handle.remove()
