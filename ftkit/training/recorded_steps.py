@@ -249,7 +249,7 @@ class RecordedSteps:
         inputs = self._inputs(batch)
         key = batch[_SHAPE], tuple(inputs)
         self._seen[key] += 1
-        if self._seen[key] == _RECORDED_AT and self.count < MOST_LENGTHS:
+        if self._seen[key] == _RECORDED_AT and self.count < MOST_LENGTHS and self._fits():
             self._record(key, batch, inputs, passes)
         recording = self._recordings.get(key)
         if recording is None:
@@ -264,6 +264,23 @@ class RecordedSteps:
         # Names of divisors are those of amounts, which may be those of other tensors.
         found |= {f"divisors {name}": value for name, value in batch["divisors"].items()}
         return found if self._tokens.hashes is None else found | {"hashes": self._tokens.hashes}
+
+    def _fits(self) -> bool:
+        """Whether there is memory for graphs beside passes that are computed; a line says if not.
+
+        Graphs have their memory in common: one that is there already takes little more.
+        """
+        allocated = torch.cuda.memory_allocated()
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - allocated
+        if self.count or free >= 2 * (torch.cuda.max_memory_allocated() - allocated):
+            return True
+        self._stop("there is too little memory")
+        return False
+
+    def _stop(self, reason: str) -> None:
+        """Replay what is recorded, and fill up and record nothing else."""
+        self._shapes = sorted(shape for shape, _ in self._recordings)
+        self._warn(f"train.record_steps: other micro-steps than before run unrecorded: {reason}")
 
     def _record(
         self,
@@ -302,10 +319,7 @@ class RecordedSteps:
                 )
                 passes(fixed)
         except RuntimeError as error:  # memory has run out too
-            # What is recorded is replayed further on; nothing else is filled up.
-            self._shapes = sorted(shape for shape, _ in self._recordings)
-            reason = str(error).partition("\n")[0]
-            self._warn(f"train.record_steps: micro-steps like these run unrecorded: {reason}")
+            self._stop(str(error).partition("\n")[0])
         else:
             parameters = list(dict.fromkeys(added))
             self._recordings[key] = _Recording(graph, list(own.values()), parameters)

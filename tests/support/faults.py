@@ -221,6 +221,11 @@ def skips_the_last_block() -> None:
     TrainStep.__init__ = prepare_without  # type: ignore[method-assign]
 
 
+def has_little_memory() -> None:
+    """Another program takes all memory of the device that is free."""
+    torch.cuda.mem_get_info = lambda *_: (0, 2**30)
+
+
 def killed_in_training() -> None:
     """SIGKILL in the first forward pass."""
     _in_training(lambda: os.kill(os.getpid(), signal.SIGKILL))
