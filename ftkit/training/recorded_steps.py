@@ -244,15 +244,16 @@ class RecordedSteps:
                 tensors that stay where they are.
         """
         self._micro_steps += 1
-        if _SHAPE not in batch:
-            return False
         inputs = self._inputs(batch)
-        key = batch[_SHAPE], tuple(inputs)
+        key = batch.get(_SHAPE), tuple(inputs)
         self._seen[key] += 1
-        if self._seen[key] == _RECORDED_AT and self.count < MOST_LENGTHS and self._fits():
+        due = _SHAPE in batch and self._seen[key] == _RECORDED_AT
+        if due and self.count < MOST_LENGTHS and self._fits():
             self._record(key, batch, inputs, passes)
         recording = self._recordings.get(key)
         if recording is None:
+            # Else the gradients of these passes would be beside those that stay.
+            self._place_gradients(list(self._strategy.fixed_gradients))
             return False
         self._replay(recording, list(inputs.values()))
         self._replayed += 1
@@ -323,15 +324,15 @@ class RecordedSteps:
         else:
             parameters = list(dict.fromkeys(added))
             self._recordings[key] = _Recording(graph, list(own.values()), parameters)
-            # None of the others is ever written: it would be memory for nothing.
-            written = {one for known in self._recordings.values() for one in known.parameters}
-            for parameter in {*self._strategy.fixed_gradients} - written:
-                del self._strategy.fixed_gradients[parameter]
         finally:
             for handle in handles:
                 handle.remove()
             for parameter in bare:  # nothing is computed yet
                 parameter.grad = None
+            # None of the others is ever written: it would be memory for nothing.
+            written = {one for known in self._recordings.values() for one in known.parameters}
+            for parameter in {*self._strategy.fixed_gradients} - written:
+                del self._strategy.fixed_gradients[parameter]
             self._recording_s += time.monotonic() - began
 
     @torch.no_grad()

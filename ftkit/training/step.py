@@ -173,10 +173,10 @@ class TrainStep:
         self._strategy.set_learning_rate(self._schedule.share(step))
         # Texts alone are there at once, and would only take memory.
         has_media = any(MEDIA in one for one in of_step)
-        # The meter does not see into replays.
-        recorded = None if self._meter.follows(step) else self._recorded
+        recorded, is_followed = self._recorded, self._meter.follows(step)
         for waiting in with_media(of_step, batches.following() if has_media else ()):
-            if recorded is not None:
+            # The meter does not see into replays: only what is filled up may be one.
+            if recorded is not None and not is_followed:
                 waiting = recorded.filled(waiting)
             batch = move_data_to_device(waiting, self._device)
             self._clock.mark("data")

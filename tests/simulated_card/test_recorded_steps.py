@@ -88,6 +88,7 @@ def test_losses_are_those_of_computed_steps(machine: OnCard, name: str) -> None:
     ours, theirs = report(found).tokens, before.tokens
     assert ours is not None and theirs is not None and before.recorded_steps is None
     assert (ours.real, ours.label) == (theirs.real, theirs.label)
+    assert ours.padded is not None and theirs.padded is not None
     assert (ours.padded > theirs.padded) == (recorded.filled_fraction != 0)
     # No wait but those of every step, which are outside of the micro-steps, and of recording.
     counts, usual = (
@@ -134,8 +135,9 @@ def test_parameters_without_a_gradient_have_none_in_replays(
     how = {"faults": ("skips_the_last_block",), "follows_memory": True}
     expected = machine.completed("finetune_full", *words, **how)
     found = machine.completed("finetune_full", *words, *RECORDED, **how)
-    assert replayed(found).micro_steps < 3 * STEPS, "not those of steps that are measured"
-    assert report(found).step_memory is not None
+    replayed(found)
+    memory = report(found).step_memory
+    assert memory is not None and memory.ranks[0].micro_step, "a step without replays"
     assert found.losses == pytest.approx(expected.losses, rel=EXACT)
     before = load_file(tiny_base / "model.safetensors")
     ours, theirs = (

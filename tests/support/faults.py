@@ -218,7 +218,7 @@ def skips_the_last_block() -> None:
         model.body.blocks[-1].forward = lambda hidden, *_, **__: hidden
         prepare(self, model, *arguments, **options)
 
-    TrainStep.__init__ = prepare_without  # type: ignore[method-assign]
+    TrainStep.__init__ = prepare_without
 
 
 def has_little_memory() -> None:
