@@ -161,7 +161,8 @@ def test_a_document_belongs_to_the_piece_that_it_begins_in(size: int, tmp_path: 
     file.write_bytes(
         b"\n" + lines_of(["one", "two\u00e9", ""]) + b"\r\n" + lines_of(["x" * 50])[:-1]
     )
-    pieces = Pieces(tmp_path, [file], source_of(file).corpora[0].reading(size))
+    corpus = source_of(file).corpora[0]
+    pieces = Pieces(*corpus.found, corpus.reading(size))
     expected = [[text for text in piece if text] for piece in pieces_of(tmp_path, size)]
     assert [pieces.texts(number) for number in range(len(pieces))] == expected
 
