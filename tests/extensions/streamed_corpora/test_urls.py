@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import Command
 from corpora import documents, lines_of, write_corpus
 from messages import key_words
 from object_servers import BUCKET, Bucket, Proxy, gs_server, s3_server
+from runs import options, rows
 from tiny import make_tokenizer
 
 from ftkit.data.samples.stream import Stream
@@ -125,3 +127,48 @@ def test_a_url_without_documents_is_refused(
     ]:
         with pytest.raises(UserError, match=key_words(words)):
             opened(f"{storage.scheme}://{place}", tokenizer, held)
+
+
+# Outside the matrix: samples at urls above, and runs on several ranks in test_runs.py.
+@pytest.mark.matrix
+def test_a_run_on_several_ranks_learns_what_one_on_files_here_does(
+    bucket: Bucket,
+    storage: Proxy,
+    corpus: Path,
+    tiny_base: Path,
+    ftkit: Command,
+    tmp_path: Path,
+) -> None:
+    if storage.scheme != "s3":
+        pytest.skip("what differs between providers is below what a run knows")
+    held = tmp_path / "held.jsonl"
+    held.write_bytes(lines_of(documents(4, 9)))
+    keys: dict[str, Any] = {
+        "checkpoint_dir": tiny_base,
+        "data": "Corpus",
+        "data__val_path": held,
+        "data__piece_kib": 1,
+        "data__window_pieces": 3,
+        "train__max_seq_length": 32,
+        "train__global_batch_size": 6,
+        "train__max_steps": 5,
+        "eval__interval": 0,
+        "eval__final_validation": "false",
+        "eval__max_new_tokens": 0,
+        "accelerator": "cpu",
+        "precision": "32-true",
+    }
+    url = f"s3://{BUCKET}/texts/corpus"
+    here = ftkit("finetune_full", *options(**keys, data__path=corpus, out_dir=tmp_path / "here"))
+    assert here.returncode == 0, here.stderr
+    out = tmp_path / "there"
+    words = options(**keys, data__path=url, out_dir=out, devices=2, stop_after=3)
+    there = ftkit("finetune_full", *words)
+    assert there.returncode == 0, there.stderr
+    moved = options(**keys, data__path=corpus, out_dir=out, resume="auto")
+    again = ftkit("finetune_full", *moved)
+    assert again.returncode == 0, again.stderr
+    assert len(rows(out)) == 5
+    for mine, other in zip(rows(out), rows(tmp_path / "here"), strict=True):
+        assert (mine["samples"], mine["tokens"]) == (other["samples"], other["tokens"])
+        assert float(mine["loss"]) == pytest.approx(float(other["loss"]), rel=1e-5)
