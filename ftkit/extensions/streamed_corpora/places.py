@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from ftkit.errors import UserError
@@ -92,9 +93,21 @@ class Disk(Place):
         return PlacedFile(path=path, name=name, size_bytes=path.stat().st_size)
 
     def all(self) -> list[PlacedFile]:
-        names = (path.relative_to(self._root) for path in self._root.rglob("*"))
-        found = (self.find(str(name)) for name in names if _is_visible(name) and self._has(name))
-        return [file for file in found if file is not None]
+        found = []
+        # One look at each file: a corpus of a terabyte may have many thousands.
+        for directory, below, names in os.walk(self._root):
+            below[:] = [name for name in below if _is_visible(name)]
+            within = Path(directory).relative_to(self._root)
+            for name in filter(_is_visible, names):
+                path = self._root / within / name
+                try:
+                    seen = path.stat()
+                except OSError:  # a link that leads nowhere
+                    continue
+                if S_ISREG(seen.st_mode):
+                    placed = (within / name).as_posix()
+                    found.append(PlacedFile(path=path, name=placed, size_bytes=seen.st_size))
+        return found
 
     def read(self, file: PlacedFile, start: int, stop: int) -> bytes:
         with file.path.open("rb") as opened:
@@ -113,9 +126,6 @@ class Disk(Place):
 
     def opened(self, file: PlacedFile) -> Any:
         return file.path
-
-    def _has(self, name: Path) -> bool:
-        return (self._root / name).is_file()
 
 
 class AtUrl(Place):
@@ -146,7 +156,7 @@ class AtUrl(Place):
         return [
             self._placed(name, entry.size_bytes, entry.version)
             for name, entry in found.items()
-            if _is_visible(Path(name))
+            if all(map(_is_visible, name.split("/")))
         ]
 
     def read(self, file: PlacedFile, start: int, stop: int) -> bytes:
@@ -210,8 +220,8 @@ class _Seekable(io.RawIOBase):
         return len(content)
 
 
-def _is_visible(name: Path) -> bool:
-    return not any(part.startswith(".") for part in name.parts)
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 @contextmanager
