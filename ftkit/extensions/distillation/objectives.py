@@ -26,6 +26,7 @@ ROWS = (
         class_path="ftkit.extensions.distillation.distillation.Distill",
         options=DistillOptions,
         above_0=("temperature",),
+        shares_sequences=True,
         needs_teacher=True,
     ),
 )
