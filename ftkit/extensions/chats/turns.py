@@ -465,8 +465,9 @@ def _called(message: dict[str, Any]) -> list[str]:
 def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: str) -> _Turn:
     """Return a turn with the spans that carry loss: the marks inside it, or all of it.
 
-    A mark may include the line end behind the turn, which is then learned as in transformers. Where
-    the template ends the conversation too, the mark reaches further than the turn in the sample.
+    A mark may include the header before the turn, and the line end behind it, which are then
+    learned as in transformers. Where the template ends the conversation too, the mark reaches
+    further than the turn in the sample.
 
     Args:
         start: of the turn.
@@ -483,7 +484,7 @@ def _found(start: int, end: int, marks: list[Span] | None, text: str, sample: st
         return _Turn(start, space_end, [(start, end)])
     spans: list[Span] = []
     for first, last in sorted(marks):
-        first, last = max(first, start), min(last, space_end)
+        first, last = first if first < start < last else max(first, start), min(last, space_end)
         if spans and first <= spans[-1][1]:  # one mark may hold another
             first, last = spans[-1][0], max(spans.pop()[1], last)
         if first < last:
