@@ -247,8 +247,7 @@ def _check_shuffle(options: OwnDataOptions, sources: Sequence[_SourceOptions]) -
             if not options.shuffle and (value := getattr(source, key)) is not None:
                 raise UserError(
                     f"data.shuffle is false, but data.sources[{i}].{key} is {value}: in the order "
-                    "of the files, an epoch takes every sample once.
-"
+                    "of the files, an epoch takes every sample once.\n"
                     f"Remove {key} of the source, or set data.shuffle to true."
                 )
 

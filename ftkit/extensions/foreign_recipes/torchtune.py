@@ -434,7 +434,12 @@ def _data(r: Reading, *, is_paired: bool) -> None:
     tokenizer = r["tokenizer"] or {}
     _refuse_others(r, "tokenizer", tokenizer, {*_TOKENIZER, *_OF_TOKENIZER})
     length = tokenizer.get("max_seq_len")
-    r.recipe["train.max_seq_length"] = length
+    form = TOKENIZERS.get(_last(tokenizer))
+    of_texts = all(_last(entry) == "text_completion_dataset" for entry in entries)
+    # Texts are cut before it, and the last token of a conversation becomes EOS without a loss.
+    ends_untrained = of_texts or (form is not None and form.cuts_before_last)
+    is_shorter = length is not None and ends_untrained
+    r.recipe["train.max_seq_length"] = length - 1 if is_shorter else length
     if any(entry.get("packed") for entry in entries):
         if length is None:
             r.refuse("dataset.packed", "rows without a length, which is max_seq_len of tokenizer")
@@ -444,10 +449,11 @@ def _data(r: Reading, *, is_paired: bool) -> None:
             "dataset: packed: torchtune fills rows of max_seq_len tokens in the order of the file "
             "and shuffles the rows; ftkit takes shuffled samples up to the same number of tokens"
         )
-    if length is not None:
+    if length is not None and not is_shorter:
         r.tell(
-            "tokenizer: max_seq_len: the last token of a sample that torchtune cuts off is "
-            "replaced by EOS, whose loss counts for pairs and texts alone"
+            "tokenizer: max_seq_len: with it torchtune does not train the end of the last answer "
+            "with Qwen's tokenizers, and with others puts EOS in the place of the last token of a "
+            "sample that it cuts; ftkit trains the tokens of the text"
         )
     options = dict(sources[0]) if len(sources) == 1 else {"sources": sources} if sources else {}
     options |= {"overlong": "truncate", "val_split_fraction": 0.0}

@@ -43,6 +43,8 @@ class Form:
     """The text of a message, as jinja."""
     prompt_template: str | None = None
     """Value of prompt_template with which it writes so, which is its default."""
+    cuts_before_last: bool = False
+    """Whether the last of max_seq_len tokens never carries a loss."""
     told: str = ""
     """What differs from torchtune all the same."""
 
@@ -52,6 +54,7 @@ _CHATML = Form(
     after="<|im_end|>\n",
     end="('<|im_end|>' if loop.last else '<|im_end|>\\n')",
     content="text",
+    told="torchtune trains the line end behind Qwen's answers that are not the last, too",
 )
 _APART = (
     "torchtune encodes the parts of a conversation apart, ftkit its whole text, which differs "
@@ -64,6 +67,7 @@ TOKENIZERS = {
         end="'<|eot_id|>'",
         begin="bos_token",
         content="text | trim",
+        cuts_before_last=True,
     ),
     "qwen2_tokenizer": _CHATML,
     "qwen2_5_tokenizer": _CHATML,
