@@ -352,7 +352,9 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key == "samples":
             accepted = number and isinstance(value, int) and value > 0
             check_value(name, value, accepted, "a whole number above 0", "1000")
-        elif key in ("drop_system", "drop_equal", "shuffle", SKIP) or (key == "mask_prompt" and of_source):
+        elif key in ("drop_system", "drop_equal", "shuffle", SKIP) or (
+            key == "mask_prompt" and of_source
+        ):
             check_value(name, value, isinstance(value, bool), "true or false", "true")
 
 

@@ -86,7 +86,14 @@ _OPTIMIZER: dict[str, Accepts] = {
     "nesterov": "flag",
     "block_size": "whole>=1",
 }
-_OF_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "is_paged", "percentile_clipping")
+_OF_OPTIMIZER = (
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "is_paged",
+    "percentile_clipping",
+)
 _DECAY = {
     "torch.optim.AdamW": 0.01,
     "torch.optim.Adam": 0.0,
@@ -230,6 +237,9 @@ ROWS = rows_by_key(
           "data_parallel_shard_dim", "context_parallel_dim", "process_group_init_timeout"),
     *idle("ftkit validates on data that the recipe names: --eval.sets", "dataset_val",
           "batch_size_val", "run_val_every_n_steps", "max_validation_batches"),
+    part("enable_fp8_training", "flag", "float8", False, "in full fine-tuning"),
+    part("fp8_recipe_name", "text", "float8", "tensorwise",
+         "with a scale for each token and row, whatever it says"),
     *missing("quantisation-aware training from a later step on", "fake_quant_after_n_steps"),
     *missing("data sets mixed by weights", "datasets"), *idle("see datasets", "dataloader"),
     *missing("online RL", "policy_model"),
@@ -284,7 +294,11 @@ def _model(r: Reading) -> bool:
     found = _BUILDER.fullmatch(name)
     if found is None and not r.has("policy_model"):
         sees = "_vision." in name
-        why = "models that see as torchtune trains them" if sees else f"the model {name or 'of no name'}"
+        why = (
+            "models that see as torchtune trains them"
+            if sees
+            else f"the model {name or 'of no name'}"
+        )
         r.refuse("model", why)
         return False
     _refuse_others(r, "model", model, _MODEL)
@@ -408,6 +422,9 @@ def _distill(r: Reading) -> None:
 
 
 def _rounding(r: Reading, *, is_adapter: bool) -> None:
+    by_row = str(r["fp8_recipe_name"]).startswith("rowwise")
+    scales = None if by_row else "a whole tensor"
+    trainer.float8(r, is_adapter=is_adapter, scales=scales, key="enable_fp8_training")
     given = r["quantizer"] or {}
     if not given:
         return
