@@ -185,6 +185,7 @@ _INHERITED = ("columns", *_OF_RENDERING)
 # Beside the other options and not among the keys of an extension: options of data are one class,
 # of which what a resumed run may change is known without data.
 _OF_MEDIA = ("image_max_pixels", "image_min_pixels")
+_FLAGS = ("drop_system", "drop_equal", "shuffle", SKIP)
 _RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens", *_OF_MEDIA)
 """Options that decide how records are rendered."""
 OPTIONS_WITHOUT_FILES = (
@@ -352,9 +353,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key == "samples":
             accepted = number and isinstance(value, int) and value > 0
             check_value(name, value, accepted, "a whole number above 0", "1000")
-        elif key in ("drop_system", "drop_equal", "shuffle", SKIP) or (
-            key == "mask_prompt" and of_source
-        ):
+        elif key in _FLAGS or (key == "mask_prompt" and of_source):
             check_value(name, value, isinstance(value, bool), "true or false", "true")
 
 

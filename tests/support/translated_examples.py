@@ -307,7 +307,8 @@ def _data() -> dict[str, list[dict[str, Any]]]:
             for i in range(RECORDS)
         ],
         "talks": [
-            {"conversations": [{"from": "human", "value": text(6)}, {"from": "gpt", "value": text(5)}]}
+            {"conversations": [{"from": "human", "value": text(6)},
+                               {"from": "gpt", "value": text(5)}]}
             for _ in range(RECORDS)
         ],
         "compared": [

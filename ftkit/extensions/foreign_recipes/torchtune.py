@@ -86,14 +86,7 @@ _OPTIMIZER: dict[str, Accepts] = {
     "nesterov": "flag",
     "block_size": "whole>=1",
 }
-_OF_OPTIMIZER = (
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "is_paged",
-    "percentile_clipping",
-)
+_OF_OPTIMIZER = ("fused", "foreach", "capturable", "differentiable", "is_paged")
 _DECAY = {
     "torch.optim.AdamW": 0.01,
     "torch.optim.Adam": 0.0,
@@ -293,13 +286,8 @@ def _model(r: Reading) -> bool:
     name = model.get("_component_", "")
     found = _BUILDER.fullmatch(name)
     if found is None and not r.has("policy_model"):
-        sees = "_vision." in name
-        why = (
-            "models that see as torchtune trains them"
-            if sees
-            else f"the model {name or 'of no name'}"
-        )
-        r.refuse("model", why)
+        sees = "models that see as torchtune trains them"
+        r.refuse("model", sees if "_vision." in name else f"the model {name or 'without a name'}")
         return False
     _refuse_others(r, "model", model, _MODEL)
     kind = (found and found[1]) or ""
@@ -455,8 +443,9 @@ def _data(r: Reading, *, is_paired: bool) -> None:
     of_texts = all(_last(entry) == "text_completion_dataset" for entry in entries)
     # Texts are cut before it, and the last token of a conversation becomes EOS without a loss.
     ends_untrained = of_texts or (form is not None and form.cuts_before_last)
-    is_shorter = length is not None and ends_untrained
-    r.recipe["train.max_seq_length"] = length - 1 if is_shorter else length
+    r.recipe["train.max_seq_length"] = length
+    if length is not None and ends_untrained:
+        r.recipe["train.max_seq_length"] = length - 1
     if any(entry.get("packed") for entry in entries):
         if length is None:
             r.refuse("dataset.packed", "rows without a length, which is max_seq_len of tokenizer")
@@ -466,13 +455,15 @@ def _data(r: Reading, *, is_paired: bool) -> None:
             "dataset: packed: torchtune fills rows of max_seq_len tokens in the order of the file "
             "and shuffles the rows; ftkit takes shuffled samples up to the same number of tokens"
         )
-    if length is not None and not is_shorter:
+    if length is not None and not ends_untrained:
         r.tell(
             "tokenizer: max_seq_len: with it torchtune does not train the end of the last answer "
             "with Qwen's tokenizers, and with others puts EOS in the place of the last token of a "
             "sample that it cuts; ftkit trains the tokens of the text"
         )
-    options = dict(sources[0]) if len(sources) == 1 else {"sources": sources} if sources else {}
+    options: dict[str, Any] = {"sources": sources}
+    if len(sources) < 2:
+        options = dict(sources[0]) if sources else {}
     options |= {"overlong": "truncate", "val_split_fraction": 0.0}
     trainer.held_out(r, "dataset", 0)
     if not r["shuffle"]:
@@ -490,7 +481,7 @@ def _source(r: Reading, entry: dict[str, Any], *, is_paired: bool) -> dict[str, 
         return {}
     _refuse_others(r, "dataset", entry, _DATASET, _NEEDS)
     if (builder.kind == "pairs") is not is_paired:
-        r.refuse("dataset", f"{name} with a loss that is " + "not " * (not is_paired) + "of pairs")
+        r.refuse("dataset", f"{name} with a loss of {'pairs' if is_paired else 'tokens'}")
     source = _place(r, entry, builder)
     if columns := _columns(r, entry, builder):
         source["columns"] = columns

@@ -184,8 +184,8 @@ def _quoted(text: str) -> str:
 _ALPACA_TEXT = "\n".join(
     (
         "{%- if message.role == 'user' and message.input -%}",
-        f"{{%- set text = {_quoted(_WITH_INPUT)} ~ text ~ {_quoted(_INPUT)} ~ message.input ~ "
-        f"{_quoted(_RESPONSE)} -%}}",
+        f"{{%- set text = {_quoted(_WITH_INPUT)} ~ text -%}}",
+        f"{{%- set text = text ~ {_quoted(_INPUT)} ~ message.input ~ {_quoted(_RESPONSE)} -%}}",
         "{%- elif message.role == 'user' -%}",
         f"{{%- set text = {_quoted(_WITHOUT_INPUT)} ~ text ~ {_quoted(_RESPONSE)} -%}}",
         "{%- endif -%}",

@@ -94,7 +94,7 @@ def terms_and_gradients(
 
 def expected_loss(
     student: Head, teacher: Head, hidden: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Loss, divergence and cross-entropy, summed with weights, as one would write them down."""
     logits = student(hidden, torch.arange(LABELS), None)
     others = teacher(ROWS[None], torch.arange(LABELS), None).detach()
@@ -106,10 +106,7 @@ def expected_loss(
     loss = divergence + options.get("sft_weight", 0) * cross_entropy
     if "alpha" in options:
         loss = options["alpha"] * divergence + (-cross_entropy.detach()).exp() * cross_entropy
-    loss, divergence, cross_entropy = (
-        (one * WEIGHTS).sum() for one in (loss, divergence, cross_entropy)
-    )
-    return loss, divergence, cross_entropy
+    return tuple((one * WEIGHTS).sum() for one in (loss, divergence, cross_entropy))
 
 
 @pytest.mark.parametrize("capped", [False, True])

@@ -52,7 +52,8 @@ def ours(values: dict[str, Any], tool: str | None) -> dict[str, Any]:
         counted = CountedSteps(total=total, per_epoch=cuts.steps_per_epoch)
     rate = base_learning_rate(recipe.optimizer)
     schedule, _ = make_schedule(recipe.train, data.samples_per_epoch, rate, counted=counted)
-    batch, samples = recipe.train.global_batch_size, recipe.train.epochs * data.samples_per_epoch
+    batch, samples = recipe.train.global_batch_size, data.samples_per_epoch
+    samples *= recipe.train.epochs or 1
     positions = (
         [min(step * batch, samples) for step in range(schedule.total_steps + 1)]
         if cuts is None

@@ -1,4 +1,4 @@
-"""Files of axolotl, LLaMA-Factory, torchtune and TRL as recipes: what becomes of keys, and what is refused."""
+"""Files of other programs as recipes: what becomes of keys, and what is refused."""
 
 import json
 import re
@@ -151,7 +151,7 @@ def test_new_tokens_that_stay_as_they_begin_are_refused() -> None:
 def torchtune(**parts: Any) -> dict[str, Any]:
     """A file of torchtune; parts are changed where a mapping is given."""
     return {
-        key: TORCHTUNE[key] | parts[key] if isinstance(parts.get(key), dict) else value
+        key: TORCHTUNE.get(key, {}) | parts[key] if isinstance(parts.get(key), dict) else value
         for key, value in (TORCHTUNE | parts).items()
     }
 
@@ -246,7 +246,7 @@ def test_data_sets_of_torchtune_become_ours(dataset: dict[str, Any], ours: dict[
         ({"model": {"_component_": "torchtune.models.llama3.llama3"}}, "model ... llama3.llama3"),
         ({"model": {"_component_": "own.models.lora_llama3_8b"}}, "model ... own.models"),
         ({"model": {"attn_dropout": 0.1}}, "model.attn_dropout"),
-        ({"tokenizer": {"_component_": "own.tokenizer"}}, "tokenizer ... conversations as tokenizer"),
+        ({"tokenizer": {"_component_": "own.one"}}, "tokenizer ... conversations as one"),
         ({"tokenizer": {"prompt_template": "torchtune.data.ChatMLTemplate"}}, "prompt_template"),
         ({"checkpointer": {"_component_": "torchtune.training.FullModelTorchTuneCheckpointer"}},
          "checkpointer ... FullModelTorchTuneCheckpointer"),
@@ -259,7 +259,7 @@ def test_data_sets_of_torchtune_become_ours(dataset: dict[str, Any], ours: dict[
         ({"epochs": 2, "max_steps_per_epoch": 9}, "max_steps_per_epoch"),
         ({"optimizer": {"_component_": "torch.optim.Rprop"}}, "optimizer ... torch.optim.Rprop"),
         ({"lr_scheduler": {"_component_": "torch.optim.lr_scheduler.StepLR"}}, "StepLR"),
-        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "dataset ... not of pairs"),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "dataset ... loss of pairs"),
         ({"dtype": "fp16"}, "dtype ... fp16"),
         ({"quantizer": {"_component_":
             "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}}, "adapters"),
