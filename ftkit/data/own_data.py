@@ -93,7 +93,8 @@ class OwnDataOptions:
     false. The template that is kept with the result has them as defaults."""
     train_on: TrainOn | None = None
     """Trained tokens: every turn of the assistant (the default for conversations), only its last
-    turn (the default for prompts with completions), or all. For instructions use mask_prompt."""
+    turn (the default for prompts with completions), messages, which are the assistant's turns with
+    the header that the template writes before each, or all. For instructions use mask_prompt."""
     drop_system: bool = False
     """Leave out the system message with which a conversation begins."""
     reasoning: Reasoning = "split"

@@ -503,13 +503,12 @@ def _source(r: Reading, entry: dict[str, Any], *, is_paired: bool) -> dict[str, 
     if form.told:
         r.tell(f"tokenizer: {form.told}")
     source["chat_template"] = chat_template(form, is_alpaca=builder.kind == "alpaca", system=system)
-    if not is_paired:
-        trains_input = entry.get("train_on_input", builder.trains_input)
-        if trains_input and system:
-            r.refuse("dataset.new_system_prompt", "an untrained system message in trained prompts")
-        source["train_on"] = "all" if trains_input else "assistant"
-    elif entry.get("train_on_input"):
+    trains_input = entry.get("train_on_input", builder.trains_input)
+    if trains_input and system:
+        r.refuse("dataset.new_system_prompt", "an untrained system message in trained prompts")
+    if trains_input and is_paired:
         r.refuse("dataset.train_on_input", "log-probabilities of prompts in pairs")
+    source["train_on"] = "all" if trains_input else "messages"
     return source
 
 

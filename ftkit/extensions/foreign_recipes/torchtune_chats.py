@@ -1,7 +1,4 @@
-"""How torchtune's tokenizers write conversations, as chat templates of ours.
-
-They train all of an answer's message, and so its header as well.
-"""
+"""How torchtune's tokenizers write conversations, as chat templates of ours."""
 
 from dataclasses import dataclass
 
@@ -123,7 +120,7 @@ def chat_template(form: Form, *, is_alpaca: bool, system: str | None) -> str:
         said = _around(form.system, system)
     is_first = "false" if fixed else "true"
     message = f"{_before(form, 'message.role')} ~ ({form.content}) ~ {_quoted(form.after)}"
-    answer = f"{_before(form)} ~ ({form.content}) ~ {form.end}"
+    answer = f"({form.content}) ~ {form.end}"
     ask, behind = map(_quoted, form.question)
     question = f"{ask} ~ turn.system ~ ({form.content}) ~ {behind}"
     lines = (
@@ -136,7 +133,7 @@ def chat_template(form: Form, *, is_alpaca: bool, system: str | None) -> str:
         f"{{%- if turn.first -%}}{_out(form.begin_turn)}{{%- endif -%}}" * bool(form.begin_turn),
         "{%- set turn.first = message.role == 'assistant' -%}",
         "{%- if message.role == 'assistant' -%}",
-        f"{{%- generation -%}}{_out(answer)}{{%- endgeneration -%}}",
+        f"{_out(_before(form))}{{%- generation -%}}{_out(answer)}{{%- endgeneration -%}}",
         "{%- elif message.role == 'user' -%}",
         _out(question if any(form.question) else message),
         _system(form, message) if system is None else "{%- elif message.role == 'system' -%}",
