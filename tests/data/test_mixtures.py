@@ -235,8 +235,8 @@ def test_a_chat_template_has_the_input_apart_where_it_has_a_place_for_it(
     )
     options = {"chat_template": template, "val_split_fraction": 0, "train_on": "all"}
     data = load(tokenizer, {"path": path}, **options)
-    whole = tokenizer.encode_rendered(f"Q {written} A the").ids
-    assert tokens(data, "train")[0][: len(whole)] == whole
+    (ids,) = tokens(data, "train")
+    assert f"Q {written} A the" in tokenizer.processor.decode(ids)
 
 
 def test_of_equal_records_one_is_left_and_either_trained_or_validated_on(

@@ -317,17 +317,27 @@ def test_a_mark_is_cut_to_its_turn_that_holds_as_well(
 
 
 @pytest.mark.parametrize(
-    "turn",
+    ("turn", "end"),
     [
-        pytest.param(HEADER + ANSWER, id="no marks"),
-        pytest.param(HEADER + "{% generation %}" + ANSWER + "{% endgeneration %}", id="marks"),
-        pytest.param("{% generation %}" + HEADER + ANSWER + "{% endgeneration %}", id="header"),
+        pytest.param(HEADER + ANSWER, "⟧\n", id="no marks"),
+        pytest.param(
+            HEADER + "{% generation %}" + ANSWER + "{% endgeneration %}", "\n⟧", id="marks"
+        ),
+        pytest.param(
+            "{% generation %}" + HEADER + ANSWER + "{% endgeneration %}", "\n⟧", id="the header"
+        ),
+        pytest.param(
+            HEADER + "{{ '> ' }}{% generation %}" + ANSWER + "{% endgeneration %}",
+            "\n⟧",
+            id="a text before the mark",
+        ),
     ],
 )
-def test_messages_are_learned_with_their_headers(turn: str, tokenizer: Tokenizer) -> None:
-    assert brackets(of_turns(turn), tokenizer, *CONVERSATION, train_on="messages") == [
-        f"{ASKED}⟦<|assistant|>\nRed.<|end|>\n⟧{TOLD}⟦<|assistant|>\nBlue.<|end|>\n⟧"
-    ]
+def test_messages_are_learned_with_their_headers(turn: str, end: str, tokenizer: Tokenizer) -> None:
+    found = brackets(of_turns(turn), tokenizer, *CONVERSATION, train_on="messages")
+    between = "⟧> ⟦" if "> " in turn else ""
+    first, second = (f"⟦<|assistant|>\n{between}{text}<|end|>{end}" for text in ("Red.", "Blue."))
+    assert found == [ASKED + first + TOLD + second]
 
 
 def test_a_mark_around_everything_teaches_turns_alone(tokenizer: Tokenizer) -> None:
