@@ -95,6 +95,11 @@ def _scaling(recipe: Recipe) -> StrategyRules | None:
     return next((rules for rules in rows if rules.name in able), None)
 
 
+def emulates_bf16(precision: Precision, devices: Devices) -> bool:
+    """Whether a run multiplies in bfloat16 on devices without hardware for it."""
+    return precision.startswith("bf16") and not devices.bf16_native
+
+
 def _name(devices: Devices) -> str:
     return devices.names[0] if devices.names else f"This {device_kind(devices.accelerator).noun}"
 
@@ -113,10 +118,8 @@ def _check_precision(precision: Precision, rules: StrategyRules, devices: Device
             f"precision is {precision}, but accelerator is {kind.name}: a {kind.noun} computes 16 "
             f"bits as bfloat16. Try --precision {precision.replace('16', 'bf16')}."
         )
-    if precision.startswith("bf16") and not devices.bf16_native:
-        if is_host:
-            # How many times is not measured at the start of a run: beside other work, threads wait
-            # for cores most of the time in both formats, and the factor would be far too small.
+    if emulates_bf16(precision, devices):
+        if is_host:  # a run measures how many times: `ftkit.strategies.strategy.bf16_cost`
             notice = (
                 f"precision is {precision}, but this CPU has no instructions for bfloat16 (AMX, "
                 "AVX-512 BF16, Arm's BF16): its products are emulated, which takes several times "

@@ -9,6 +9,7 @@ import importlib
 import inspect
 import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -108,6 +109,28 @@ def set_arithmetic(plan: Plan) -> None:
     torch.backends.cudnn.deterministic = deterministic
     if deterministic:  # otherwise cuBLAS picks any of several workspaces, which changes sums
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def bf16_cost() -> float:
+    """Measure how many times as long as in float32 a product takes in bfloat16 on this CPU."""
+
+    # The processor time of one thread: beside other work, threads wait for cores most of the time
+    # in both formats.
+    def cost(dtype: torch.dtype) -> float:
+        left = right = torch.ones(128, 128, dtype=dtype)
+        durations = []
+        for _ in range(4):  # the first one prepares the kernel
+            begin = time.thread_time()
+            torch.mm(left, right)
+            durations.append(time.thread_time() - begin)
+        return min(durations)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return cost(torch.bfloat16) / cost(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
 
 
 # Strategies

@@ -46,10 +46,11 @@ from ftkit.models.pretrained.save import layout_of, save_hf, save_in_own_layout
 from ftkit.planning.memory import predict_measured
 from ftkit.recipe.plugin import place_in_plugin, using
 from ftkit.recipe.recipe import LoraRecipe
+from ftkit.recipe.strategies import emulates_bf16
 from ftkit.runs.directory import RankDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.strategies.distributed import make_device, rank, world_size
-from ftkit.strategies.strategy import set_arithmetic
+from ftkit.strategies.strategy import bf16_cost, set_arithmetic
 from ftkit.training.callbacks import make_callbacks
 from ftkit.training.checkpointing import Checkpointing
 from ftkit.training.evaluator import Evaluator
@@ -61,6 +62,7 @@ from ftkit.training.recorder import Recorder
 from ftkit.training.setup import Setup, set_up
 from ftkit.training.start import StartingPoint, open_start
 from ftkit.utils.accelerators.backends import load_backend
+from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.accelerators.use import take_device
 from ftkit.utils.console.display import Display
 
@@ -81,6 +83,10 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
     plan, recipe, recorder = job.plan, job.recipe, journal.recorder
     for notice in plan.notices:
         journal.warn(notice)
+    if plan.accelerator == HOST_KIND and emulates_bf16(plan.precision, job.devices):
+        journal.display.message(
+            f"a product takes {bf16_cost():.0f} times as long in bfloat16 as in float32 here"
+        )
     load_backend(plan.accelerator)
     # Nothing of ftkit draws from it before a step, which has a seed of its own; a plugin may.
     torch.manual_seed(recipe.seed + rank())

@@ -1,6 +1,7 @@
 """Where no precision is named: what the CPU computes fast, and later what the checkpoint has."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ def test_a_run_keeps_the_precision_that_it_began_with_on_a_cpu_of_another_defaul
     assert report.resumed and report.resumed.changes == []
     assert f"precision {precision}, as in the checkpoint" in said
     assert len(emulated(report)) == (precision == "bf16-mixed")
+    measured = re.findall(r"(\d+) times as long in bfloat16 as in float32", said)
+    assert len(measured) == (precision == "bf16-mixed"), said
     assert Store(out / "checkpoints").metadata(4).layout.precision == precision
 
 

@@ -388,11 +388,11 @@ def test_problems_are_listed_below_the_table(suite: ModuleType) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(["saves", "kernels"], marks=pytest.mark.slow),
+        pytest.param(["kernels"], marks=pytest.mark.slow),
         pytest.param(["peer: ftkit, full"], marks=pytest.mark.matrix),
         pytest.param(ONE_OF_EACH_KIND, marks=pytest.mark.matrix),
     ],
-    ids=["two", "a peer", "one of each kind"],
+    ids=["one", "a peer", "one of each kind"],
 )
 def test_parts_run_through_on_a_cpu(tmp_path: Path, parts: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

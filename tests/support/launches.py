@@ -64,6 +64,9 @@ class Case:
 CASES = {
     "full, TinyLlama 1.1B": Case("tiny-llama-1.1b", "full"),
     "LoRA of all layers, Llama 2 7B": Case("Llama-2-7b-hf", "lora", (*ALL_LAYERS, DROPOUT)),
+    "LoRA of all layers without dropout, Llama 2 7B": Case(
+        "Llama-2-7b-hf", "lora", (*ALL_LAYERS, ("lora_dropout", "0"))
+    ),
     "QLoRA nf4 of all layers, Llama 2 7B": Case(
         "Llama-2-7b-hf", "lora", (*ALL_LAYERS, DROPOUT, ("quantize", "bnb.nf4"))
     ),

@@ -23,7 +23,7 @@ from ftkit.models.lora.experts import ExpertPairs, add_expert_pairs, expert_pair
 from ftkit.models.lora.peft_layers import layers_of, tuner_layers, without_bitsandbytes
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
-from ftkit.models.token_numbers import TokenDropout
+from ftkit.models.token_numbers import TokenDropout, dropped
 from ftkit.recipe.recipe import RELATIVE_INITS, Lora, LoraInit
 
 
@@ -54,7 +54,7 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
 
 def add_lora(model: nn.Module, lora: Lora, targets: list[str]) -> None:
     """Add the matrices of LoRA to layers, and what its variants compute with."""
-    from peft.tuners.lora import LoraConfig, LoraModel  # takes a second
+    from peft.tuners.lora import Linear, LoraConfig, LoraModel  # takes a second
 
     config = LoraConfig(
         r=lora.lora_r,
@@ -65,6 +65,8 @@ def add_lora(model: nn.Module, lora: Lora, targets: list[str]) -> None:
         target_modules=targets,
     )
     with without_bitsandbytes():
+        from ftkit.models.lora.adapted import AdaptedLinear  # which imports PEFT
+
         # Adapters on the meta device, like the model.
         LoraModel(model, config, adapter_name=TRAINED, low_cpu_mem_usage=True)
     for name, layer in lora_layers(model):
@@ -77,6 +79,9 @@ def add_lora(model: nn.Module, lora: Lora, targets: list[str]) -> None:
             _check_rank(name, layer, lora.lora_r, lora.lora_init)
         if lora.lora_init in RELATIVE_INITS:
             _relate_to_initial(layer, lora.lora_r)
+        is_plain = isinstance(layer.lora_variant[TRAINED], Plain)
+        if is_plain and type(layer) is Linear:
+            layer.__class__ = AdaptedLinear
 
 
 def _drop_by_tokens(model: Any, lora: Lora) -> None:
@@ -334,7 +339,7 @@ class _DroppedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, matrix: Tensor, kept: Tensor, p: float) -> Tensor:
         ctx.scale = 1 / (1 - p)
         ctx.save_for_backward(x, matrix, kept)
-        narrow = F.linear(_dropped(x, kept, ctx.scale), matrix)
+        narrow = F.linear(dropped(x, kept, ctx.scale), matrix)
         # Narrow, so that nothing wide is scaled.
         return narrow.mul_(ctx.scale) if x.device.type == "cpu" else narrow
 
@@ -345,25 +350,11 @@ class _DroppedProduct(torch.autograd.Function):
         dtype = gradient.dtype
         if x.device.type == "cpu":
             gradient, scale = gradient * scale, 1.0  # narrow, too
-        of_matrix = gradient.flatten(0, -2).t() @ _dropped(x.to(dtype), kept, scale).flatten(0, -2)
+        of_matrix = gradient.flatten(0, -2).t() @ dropped(x.to(dtype), kept, scale).flatten(0, -2)
         of_x = None
         if ctx.needs_input_grad[0]:
-            of_x = _dropped(gradient @ matrix.to(dtype), kept, scale).to(x.dtype)
+            of_x = dropped(gradient @ matrix.to(dtype), kept, scale).to(x.dtype)
         return of_x, of_matrix.to(matrix.dtype), None, None
-
-
-def _dropped(x: Tensor, kept: Tensor, scale: float) -> Tensor:
-    """Set numbers to zero where the mask is not set; scale the others, but not on CPUs."""
-    if x.device.type == "cpu":
-        return _masked(x, kept)
-    # One kernel that reads both once; a mask of the numbers' type would be written and read, too.
-    return torch.ops.aten.native_dropout_backward(x, kept, scale)
-
-
-def _masked(x: Tensor, kept: Tensor) -> Tensor:
-    """Set numbers to zero where the mask is not set."""
-    # CPUs take several times as long for a product of two dtypes.
-    return kept.view(torch.uint8).to(x.dtype).mul_(x)
 
 
 def unpacked_weight(layer: Any) -> Tensor:

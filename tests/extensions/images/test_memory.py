@@ -67,8 +67,13 @@ TWO_RANKS = {
 }
 OFTEN = (*SINGLE, "fsdp x2")
 """Cases of the first families; the others are those of one, and other families have one."""
-REPEATED = [(kind, name) for kind in FIRST[1:] for name in OFTEN if name != "full"]
-"""Those of the matrix: llava has the same cases, and every family the usual one."""
+REPEATED = [
+    *((kind, name) for kind in FIRST[1:] for name in OFTEN if name != "full"),
+    *((kind, "full") for kind in TABLED if kind not in FIRST),
+    *((FIRST[0], name) for name in ("fsdp x2, LoRA", "deepspeed x2")),
+    *(("gemma3", name) for name in TRAINED),
+]
+"""Those of the matrix: llava has the same cases, and the first families the usual one."""
 WANTED = [
     *((kind, name) for kind in FIRST for name in OFTEN),
     *((FIRST[0], name) for name in TWO_RANKS if name not in OFTEN),

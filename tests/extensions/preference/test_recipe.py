@@ -9,7 +9,7 @@ from ftkit.runs.report.metrics import read_validation
 from ftkit.runs.report.report import read_report
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_right_one_of_two_answers_is_learned_in_90_steps(
     ftkit: Command, tmp_path: Path
 ) -> None:

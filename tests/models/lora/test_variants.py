@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from adapters import MAKERS, build, lora_recipe, train
+from peft.tuners.lora import Linear
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,8 +106,24 @@ def test_a_run_goes_on_as_it_would_have_with_the_layers_of_peft(
     x = torch.randn(2, 9, 64)
     found = numbers_in(layer, layer, x)
     monkeypatch.setattr(layer, "lora_variant", {})
-    for tensor, expected in zip(found, numbers_in(layer, layer, x), strict=True):
+    of_peft = numbers_in(layer, lambda x: Linear.forward(layer, x), x)
+    for tensor, expected in zip(found, of_peft, strict=True):
         assert (tensor - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.extensions
+@pytest.mark.parametrize("drops", [True, False], ids=["with dropout", "without"])
+def test_gradients_of_the_input_are_added_within_a_product(layer_of: Layers, drops: bool) -> None:
+    layer = layer_of("llama", "lora").train(drops)
+    layer.zero_grad()
+    x = torch.randn(2, 9, 64, requires_grad=True)
+    with Operations(x.numel()) as of_forward:
+        result = layer(x)
+    with Operations(x.numel()) as of_backward:
+        result.backward(torch.ones_like(result))
+    assert not of_forward.count["add"] and not of_backward.count["add"]
+    assert of_backward.count["addmm_"] == (not drops)
+    assert of_backward.count["add_"] == drops
 
 
 class Operations(TorchDispatchMode):

@@ -62,7 +62,7 @@ def kind(
             (*ONE, "--precision", "bf16-mixed"),
             3e-3,
             id="LoRA, bf16-mixed",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             "finetune_full",
@@ -113,7 +113,7 @@ def test_its_memory_is_followed_as_that_of_other_devices(kind: OnCard) -> None:
     ("source", "target"),
     [
         pytest.param(ON_CPU, FSDP, marks=pytest.mark.slow),
-        pytest.param(FSDP, ON_CPU, marks=pytest.mark.slow),
+        pytest.param(FSDP, ON_CPU, marks=pytest.mark.matrix),
         pytest.param(ON_CPU, ONE, marks=pytest.mark.matrix),
         pytest.param(ONE, DDP, marks=pytest.mark.matrix),
     ],

@@ -1,0 +1,116 @@
+"""A frozen linear layer with plain LoRA, computed as one operation forwards and backwards."""
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from peft.tuners.lora import Linear
+from torch import Tensor
+
+from ftkit.models.lora.targets import TRAINED
+from ftkit.models.token_numbers import TokenDropout, dropped
+
+
+class AdaptedLinear(Linear):
+    """PEFT's layer around a plain linear layer.
+
+    Around others (quantised ones, and those whose weight hooks gather, as those of ZeRO-3 do), and
+    without its adapter, it is PEFT's own.
+    """
+
+    # Autograd would write the gradient of the input once for the layer and once for the adapter,
+    # and add both: one operation adds them within a product, and a step has fewer launches.
+
+    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Compute [..., out] of [..., in]."""
+        base: Any = self.base_layer
+        dropout: Any = self.lora_dropout[TRAINED]
+        matrix, second = (of[TRAINED].weight for of in (self.lora_A, self.lora_B))
+        has_hooks = base._forward_pre_hooks or base._forward_hooks
+        mixes = torch.is_autocast_enabled(x.device.type)
+        is_one_dtype = mixes or base.weight.dtype == matrix.dtype == x.dtype
+        if type(base) is not nn.Linear or has_hooks or not is_one_dtype or self.disable_adapters:
+            result: Tensor = super().forward(x, *arguments, **options)
+            return result
+        drops = dropout.training and isinstance(dropout, TokenDropout)
+        adapted: Tensor = _Adapted.apply(
+            x,
+            base.weight,
+            base.bias,
+            matrix,
+            second,
+            self.scaling[TRAINED],
+            dropout.kept(x) if drops else None,
+            1 / (1 - dropout.p) if drops else 1.0,
+        )
+        return adapted
+
+
+class _Adapted(torch.autograd.Function):
+    """x W' + bias + scaling (x dropped A') B', with gradients of x, A and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        kept: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Compute [..., out].
+
+        Args:
+            ctx: of autograd.
+            x: [..., in].
+            weight: [out, in], frozen.
+            bias: [out], frozen.
+            a: [rank, in].
+            b: [out, rank].
+            scaling: of their product.
+            kept: like x, the mask of dropout; None: nothing is dropped.
+            scale: of the numbers that are kept.
+        """
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        ctx.scaling, ctx.scale, ctx.dtypes = scaling, scale, (x.dtype, a.dtype, b.dtype)
+        weight, a, b = weight.to(dtype), a.to(dtype), b.to(dtype)
+        rows = x.flatten(0, -2).to(dtype)
+        result = F.linear(rows, weight, None if bias is None else bias.to(dtype))
+        narrow = F.linear(rows if kept is None else dropped(rows, kept.view_as(rows), scale), a)
+        if kept is not None and kind == "cpu":
+            narrow.mul_(scale)  # narrow, so that nothing wide is scaled
+        result.addmm_(narrow, b.t(), alpha=scaling)
+        # All adapters of an input keep the same tensor; cast or after dropout, each its own.
+        ctx.save_for_backward(x, weight, a, b, narrow, kept)
+        return result.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, narrow, kept = ctx.saved_tensors
+        of_x_dtype, of_a_dtype, of_b_dtype = ctx.dtypes
+        gradient = gradients[0].flatten(0, -2)
+        rows = x.flatten(0, -2).to(gradient.dtype)
+        # Of the first argument only the shape counts: beta is 0.
+        of_narrow = torch.addmm(narrow, gradient, b, beta=0, alpha=ctx.scaling)
+        of_b = torch.addmm(b, gradient.t(), narrow, beta=0, alpha=ctx.scaling)
+        scale, seen = ctx.scale, rows
+        if kept is not None:
+            kept = kept.view_as(rows)
+            if x.device.type == "cpu":
+                of_narrow, scale = of_narrow.mul_(scale), 1.0
+            seen = dropped(rows, kept, scale)
+        of_a = of_narrow.t() @ seen
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ weight
+            if kept is None:
+                of_x.addmm_(of_narrow, a)
+            else:
+                of_x.add_(dropped(of_narrow @ a, kept, scale))
+            of_x = of_x.to(of_x_dtype).view_as(x)
+        return of_x, None, None, of_a.to(of_a_dtype), of_b.to(of_b_dtype), None, None, None
