@@ -12,7 +12,7 @@ from ftkit.recipe.objectives import (
     check_objective,
     model_beside,
     objective_options,
-    objective_rules,
+    objective_row,
 )
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method, Recipe
@@ -142,7 +142,7 @@ def test_a_model_is_held_beside_the_trained_one_where_nothing_else_gives_its_num
 
 @pytest.mark.parametrize("name", OBJECTIVES.names)
 def test_every_objective_is_accepted_as_it_is(name: str) -> None:
-    keys = {"teacher": "other"} if objective_rules({"class_path": name}).needs_teacher else {}
+    keys = {"teacher": "other"} if objective_row(name).needs_teacher else {}
     check_objective(recipe(objective=name, **keys))
 
 
