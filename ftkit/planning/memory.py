@@ -188,7 +188,7 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
         Bytes on the device that are certainly needed, and those that may be; on CPUs, of host
         memory.
     """
-    is_row = planned_path(base.architecture.attention, plan) != "padded"
+    is_row = planned_path(base.architecture.attention, plan, whose=base.name) != "padded"
     least = largest_micro_batch(1, 2, padding_free=is_row, pieces=plan.mesh.context)
     # More than in training: all samples are one step, so no micro-batch is cut short.
     samples = plan.micro_batch_size if is_row else plan.padded_samples(max(1, tokens - 1))
@@ -255,7 +255,8 @@ def heaviest_micro_batch(
     """
     path = planned_path(base.architecture.attention, plan)
     if beside is not None:
-        path = common_path(path, planned_path(beside.architecture.attention, plan))
+        traits = beside.architecture.attention
+        path = common_path(path, planned_path(traits, plan, whose=beside.name))
     rules, is_row = objective_rules(plan.recipe.objective), path != "padded"
     samples = plan.largest_micro_batch
     if not is_row:

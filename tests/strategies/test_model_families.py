@@ -1,6 +1,6 @@
 """Models of many families from end to end: training, resuming elsewhere, files of the result.
 
-Four that differ most stand for all in the run of slow tests; the others are the matrix.
+Three that differ most stand for all in the run of slow tests; the others are the matrix.
 """
 
 import functools
@@ -36,7 +36,7 @@ from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
 
-FEW = ("gemma3_text", "qwen3_moe", "gpt2", "phi3 window")
+FEW = ("gemma3_text", "qwen3_moe", "gpt2")
 OTHERS = tuple(model for model in MODELS | NEWEST | MORE_MODELS if model not in FEW)
 VARIANTS: dict[str, dict[str, Any]] = {
     "dora": {"lora_variant": "dora"},

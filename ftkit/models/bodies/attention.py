@@ -70,8 +70,15 @@ def attention_path(
     return "varlen" if kernel == "flash" else "sdpa per sequence"
 
 
-def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
+def planned_path(
+    traits: AttentionTraits, plan: Plan, *, whose: str = "this model"
+) -> AttentionPath:
     """Choose the layout of micro-batches for a model's attention in a run.
+
+    Args:
+        traits: of the model's attention.
+        plan: of the run.
+        whose: the model, in a message.
 
     Raises:
         UserError: as `attention_path`.
@@ -80,7 +87,7 @@ def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
         return "padded"
     padding_free = plan.recipe.train.padding_free
     if plan.mesh.context > 1:
-        _require_shared_rows(traits, plan.mesh.context)
+        _require_shared_rows(traits, plan.mesh.context, whose)
         padding_free = True  # only rows are shared
     return attention_path(
         traits,
@@ -91,7 +98,7 @@ def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
     )
 
 
-def _require_shared_rows(traits: AttentionTraits, ranks: int) -> None:
+def _require_shared_rows(traits: AttentionTraits, ranks: int, whose: str) -> None:
     """Refuse a model whose rows of tokens ranks cannot share.
 
     Raises:
@@ -99,13 +106,13 @@ def _require_shared_rows(traits: AttentionTraits, ranks: int) -> None:
     """
     if not traits.shares_rows:
         raise UserError(
-            f"strategy.context is {ranks}, but ranks cannot share the sequences of this model: it "
+            f"strategy.context is {ranks}, but ranks cannot share the sequences of {whose}: it "
             "computes padded micro-batches only, or mixes tokens in other layers than attention, "
             "such as convolutions or states. Try --strategy.context 1."
         )
     if traits.common_heads % ranks:
         raise UserError(
-            f"strategy.context is {ranks}, but the attention of this model has layers of "
+            f"strategy.context is {ranks}, but the attention of {whose} has layers of "
             f"{traits.common_heads} heads or a multiple of them, and each rank needs equally many. "
             f"Try --strategy.context {math.gcd(traits.common_heads, ranks)}."
         )

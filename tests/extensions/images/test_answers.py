@@ -21,7 +21,16 @@ pytestmark = pytest.mark.slow
 _TOKENS = 6
 
 
-@pytest.mark.parametrize("kind", [*FIRST, "qwen3_vl", "qwen3_5", "llava_onevision"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *FIRST,
+        *(
+            pytest.param(kind, marks=pytest.mark.matrix)
+            for kind in ("qwen3_vl", "qwen3_5", "llava_onevision")
+        ),
+    ],
+)
 def test_answers_to_records_are_those_of_transformers(
     ftkit: Command, seen: Path, rows: list[dict[str, Any]], kind: str
 ) -> None:

@@ -75,27 +75,35 @@ class Layout:
 ALONE, PAIRS = Layout(), Layout(by_record=True)
 LORA = Layout(method="lora")
 FROZEN = Layout(more=(WITHOUT_LANGUAGE,))
+RESUMED = [(*one, Layout("fsdp", 1, is_resumed=True)) for one in NAMES if one[1] != PROJECTOR]
 OFTEN = [
-    *((*one, Layout("fsdp", 1, is_resumed=True)) for one in NAMES if one[1] != PROJECTOR),
+    *(one for one in RESUMED if one[0] in ("llava", "qwen2_5_vl")),
     ("llava", PROJECTOR, Layout("ddp", 2)),
-    ("llava", BOTH, Layout("ddp", 1, by_record=True)),
     ("llava", BOTH, Layout("fsdp", 1, is_resumed=True, by_record=True)),
     ("llava", BOTH, Layout("fsdp", 2, method="lora")),
     ("llava", BOTH, Layout(micro_batch_size=2)),
     ("llava", PROJECTOR, Layout("fsdp", 1, by_record=True, more=FROZEN.more)),
     ("llava", BOTH, Layout("deepspeed", 1, is_resumed=True, by_record=True)),
 ]
-OTHERS = [
-    (kind, parts, Layout(strategy, size, method=method, by_record=by_record))
-    for kind, parts in NAMES
-    for strategy in ("ddp", "fsdp", "deepspeed")
-    for size in (1, 2)
-    for method in ("full", "lora")
-    for by_record in (False, True)
-] + [
-    ("llava", BOTH, Layout("deepspeed", 1, is_resumed=True, by_record=True, more=((STAGE, stage),)))
-    for stage in (1, 2)
-]
+OTHERS = (
+    RESUMED
+    + [
+        (kind, parts, Layout(strategy, size, method=method, by_record=by_record))
+        for kind, parts in NAMES
+        for strategy in ("ddp", "fsdp", "deepspeed")
+        for size in (1, 2)
+        for method in ("full", "lora")
+        for by_record in (False, True)
+    ]
+    + [
+        (
+            "llava",
+            BOTH,
+            Layout("deepspeed", 1, is_resumed=True, by_record=True, more=((STAGE, stage),)),
+        )
+        for stage in (1, 2)
+    ]
+)
 Found = Callable[[str, tuple[str, ...], Layout], Outcome]
 
 
