@@ -5,7 +5,7 @@ a module that has the functions of `UrlFiles`.
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -77,8 +77,46 @@ class UrlTensors(Protocol):
         """
 
 
+class StoredObject(Protocol):
+    """An object, as its storage describes it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the object."""
+
+    @property
+    def version(self) -> str:
+        """Changes whenever the content does."""
+
+
+class UrlObjects(Protocol):
+    """The objects below a url, by names relative to it, which are read in parts.
+
+    Every method raises StorageError if it still fails after some retries.
+    """
+
+    def listing(self) -> Mapping[str, StoredObject]:
+        """List all objects, by name."""
+
+    def entry(self, name: str) -> StoredObject | None:
+        """Look up an object; None: it does not exist."""
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Read the bytes [start, stop) of an object, which has as many."""
+
+    def download(self, name: str, path: Path) -> None:
+        """Download an object; the file is either complete or unchanged."""
+
+
 class UrlFiles(Protocol):
     """What a kind of url does with files."""
+
+    def objects(self, directory: Path) -> UrlObjects:
+        """The objects below the url that a directory stands for; no request is sent yet.
+
+        Raises:
+            UserError: the library or the account for such urls is missing.
+        """
 
     def size_bytes(self, path: Path) -> int | None:
         """Length of a file; None: it does not exist.

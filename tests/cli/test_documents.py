@@ -46,7 +46,12 @@ def command_lines(text: str) -> list[str]:
     return [command for command in commands if command.startswith("ftkit ")]
 
 
-LINES = sorted({line for file in DOCUMENTS for line in command_lines(file.read_text())})
+SEEDS = ROOT / "docs/seeds.md"
+"""A table of commands."""
+LINES = sorted(
+    {line for file in DOCUMENTS for line in command_lines(file.read_text())}
+    | {*re.findall(r"`(ftkit [^`]+)`", SEEDS.read_text())} - {"ftkit import", "ftkit plan"}
+)
 
 
 def anchors(text: str) -> set[str]:

@@ -276,6 +276,17 @@ def test_the_calibration_looks_at_the_device_that_runs_whatever_its_number(
     assert calibrate.device_bytes("gone") == 0
 
 
+def test_the_benchmark_of_corpora_opens_what_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTKIT_CACHE_DIR", str(tmp_path / "cache"))
+    benchmark = script("benchmark_corpora")
+    benchmark.write_corpus(tmp_path / "corpus", 300_000)
+    found = benchmark.open_once(tmp_path / "corpus", windows=1)
+    assert found["pieces"] == 3 and found["samples"] > 4
+    assert found["seconds"] > 0 and len(found["fingerprint"]) == 64
+
+
 def test_the_benchmark_of_data_opens_what_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

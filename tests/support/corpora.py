@@ -76,6 +76,22 @@ def permuted(number: int, seed: int, *key: int) -> list[int]:
     return np.argsort(bits, kind="stable").tolist()
 
 
+def scattered(place: int, number: int, seed: int, *key: int) -> int:
+    """What a random order of range(number) has at a place, where there are too many to list."""
+    rounds = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)).random_raw(8).tolist()
+    half = ceil((number - 1).bit_length() / 2)
+    while True:
+        left, right = divmod(place, 2**half)
+        for one in rounds:
+            bits = right ^ one
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                bits = (bits ^ (bits >> shift)) * factor % 2**64
+            left, right = right, left ^ ((bits ^ (bits >> 31)) % 2**half)
+        place = left * 2**half + right
+        if place < number:
+            return place
+
+
 def samples_of(
     pieces: list[list[str]], encode: Encode, most: int, window: int, seed: int, source: int = 0
 ) -> Iterator[list[int]]:

@@ -31,6 +31,7 @@ __all__ = [
     "fetch_whole",
     "fetch_without_shards",
     "mirrored",
+    "objects",
     "refresh",
     "require_provider",
     "require_unclaimed",
@@ -41,6 +42,11 @@ __all__ = [
     "uploads",
     "url_checkpoints",
 ]
+
+
+def objects(directory: Path) -> Objects:
+    """The objects below the url that a directory stands for."""
+    return Objects.of(directory)
 
 
 def tensors(path: Path, checksums: BlockChecksums | None) -> RangedSafetensors:

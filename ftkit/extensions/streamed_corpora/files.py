@@ -10,6 +10,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ftkit.data.records.formats import COMPRESSED, lines_of, text_of
-from ftkit.data.records.paths import how_to_set
+from ftkit.data.records.paths import how_to_set, is_hub_name
 from ftkit.errors import UserError
+from ftkit.extensions.streamed_corpora.places import AtUrl, Disk, Place, PlacedFile
 from ftkit.utils import embedded
-from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.damaged_files import reading
 from ftkit.utils.names import nearest
+from ftkit.utils.urls import is_url, local_path
 
 Lines = Literal["document", "lines"]
 """What a text file holds: one document, or one in each line."""
@@ -34,27 +37,40 @@ _READ_ON_BYTES = 2**16
 """What is read at once of a line that ends behind its piece."""
 _BLOCKS, _BLOCK_BYTES = 256, 4096
 """Blocks of a corpus, evenly spread, that are compared to know it again."""
+_BLOCKS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFile:
     """A file of documents."""
 
-    path: Path
-    name: str
-    """Its path below the directory of the corpus."""
-    size_bytes: int
+    placed: PlacedFile
     pieces: int
+
+    @property
+    def name(self) -> str:
+        """Its path below the directory of the corpus."""
+        return self.placed.name
+
+    @property
+    def shown(self) -> str:
+        """Its path or url, for people."""
+        return self.placed.shown
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file."""
+        return self.placed.size_bytes
 
     @property
     def ending(self) -> str:
         """.jsonl, .txt or .parquet."""
-        return _ending(self.path)
+        return _ending(self.placed.path)
 
     @property
     def is_packed(self) -> bool:
         """Whether it is compressed as a whole."""
-        return self.path.suffix.lower() in COMPRESSED
+        return self.placed.path.suffix.lower() in COMPRESSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,28 +85,25 @@ class Reading:
     """Whether a record without a text is left out."""
 
 
-def find_paths(given: str | Path, key: str) -> tuple[Path, list[Path]]:
-    """Resolve a path to the directory of a corpus and its files, in the order of their names.
+def find_files(given: str | Path, key: str) -> tuple[Place, list[PlacedFile]]:
+    """Resolve a path or url to the files of a corpus, in the order of their names.
 
     Args:
-        given: a file, a directory with all below it, a pattern, or embedded:NAME.
+        given: a file, a directory with all below it, a pattern, a url, or embedded:NAME.
         key: of the recipe, for errors.
 
     Raises:
-        UserError: there are none that can be read.
+        UserError: there are none that can be read, or the storage does not answer.
     """
+    if is_url(given):
+        return _at_url(str(given), key)
     name = str(given).removeprefix("embedded:")
     path = Path(given).expanduser()
     if name != str(given):
         path = embedded.path(name) / "data" if name.isidentifier() else path
     if path.is_dir():
-        found = [file for file in path.rglob("*") if _is_data(file, path)]
-        if not found:
-            raise UserError(
-                f"{key} is the directory {given}, but no file below it can be read: only "
-                f"{_readable()} can.\nGive files of these kinds."
-            )
-        return path, sorted(found)
+        place = Disk(path)
+        return place, _readable_of(place, given, key)
     if path.exists():
         if not _ending(path):
             raise UserError(
@@ -98,17 +111,52 @@ def find_paths(given: str | Path, key: str) -> tuple[Path, list[Path]]:
                 "others nothing says where a record begins.\n"
                 f"Convert it to .jsonl, or try --data JSON --data.path {given}."
             )
-        return path.parent, [path]
+        return _on_disk(path.parent, [path])
     if set(str(path)) & set("*?["):
         root = Path(path.anchor)
         matches = [file for file in root.glob(str(path.relative_to(root))) if file.is_file()]
         if found := sorted(file for file in matches if _ending(file)):
-            return Path(os.path.commonpath([file.parent for file in found])), found
+            return _on_disk(Path(os.path.commonpath([file.parent for file in found])), found)
+    if is_hub_name(path):
+        raise UserError(
+            f"{key} is {given}, but data of the kind Corpus are not read from a hub.\nDownload "
+            f"the files: hf download {given} --repo-type dataset --local-dir {path.name}. Then "
+            f"try --{key} {path.name}. Or read all records before the first step: try --data JSON "
+            f"--data.path {given}."
+        )
     near = nearest(path.name, [sibling.name for sibling in path.parent.glob("*")])
     advice = path.parent / near if near else "DIRECTORY, relative to the current directory"
     raise UserError(
         f"{key} is {given}, but there is no such file or directory.\n{how_to_set(key, advice)}"
     )
+
+
+def _on_disk(root: Path, paths: Sequence[Path]) -> tuple[Place, list[PlacedFile]]:
+    place = Disk(root)
+    found = (place.find(path.relative_to(root).as_posix()) for path in paths)
+    return place, [file for file in found if file is not None]
+
+
+def _at_url(url: str, key: str) -> tuple[Place, list[PlacedFile]]:
+    path = local_path(url)
+    if _ending(path):
+        above = AtUrl(path.parent)
+        if (file := above.find(path.name)) is not None:
+            return above, [file]
+    place = AtUrl(path)
+    return place, _readable_of(place, url, key)
+
+
+def _readable_of(place: Place, given: str | Path, key: str) -> list[PlacedFile]:
+    """The files of a directory, or below a url, that hold documents."""
+    found = [file for file in place.all() if _ending(file.path)]
+    if not found:
+        what = "directory" if place.is_local else "url"
+        raise UserError(
+            f"{key} is the {what} {given}, but no file below it can be read: only "
+            f"{_readable()} can.\nGive files of these kinds."
+        )
+    return sorted(found, key=lambda file: file.path)
 
 
 def _ending(path: Path) -> str:
@@ -119,11 +167,6 @@ def _ending(path: Path) -> str:
     return inner if inner in _ENDINGS and (inner == ending or inner != ".parquet") else ""
 
 
-def _is_data(file: Path, directory: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
-    return bool(_ending(file)) and not hidden and file.is_file()
-
-
 def _readable() -> str:
     return ".jsonl, .txt, .parquet, .jsonl.gz, .jsonl.zst, .txt.gz and .txt.zst"
 
@@ -131,12 +174,12 @@ def _readable() -> str:
 class Pieces:
     """The pieces of a corpus, numbered through its files."""
 
-    def __init__(self, root: Path, paths: Sequence[Path], how: Reading) -> None:
+    def __init__(self, place: Place, found: Sequence[PlacedFile], how: Reading) -> None:
         """Count the pieces; of Parquet files the ends are read, of others nothing.
 
         Args:
-            root: directory of the corpus.
-            paths: of its files, in their order.
+            place: directory of the corpus.
+            found: its files, in their order.
             how: they are read.
 
         Raises:
@@ -144,7 +187,9 @@ class Pieces:
         """
         self.how = how
         """How they are read."""
-        self.files = [self._file(root, path) for path in paths]
+        self.place = place
+        """Where they lie."""
+        self.files = [self._counted(file) for file in found]
         self._ends = list(accumulate(file.pieces for file in self.files))
         self.bad = 0
         """Records that were left out of the pieces read so far."""
@@ -166,12 +211,8 @@ class Pieces:
         of_file = bisect_right(self._ends, number)
         file = self.files[of_file]
         place = number - (self._ends[of_file] - file.pieces)
-        with reading(file.path, f"what {file.ending} files hold"):
-            if file.path.stat().st_size != file.size_bytes:
-                raise UserError(
-                    f"{file.path} has another size than when the run began.\nRestore it, or start "
-                    "a new run with another --out_dir."
-                )
+        with reading(file.shown, f"what {file.ending} files hold"):
+            self.place.require_unchanged(file.placed)
             return [text for text in self._documents(file, place) if text.strip()]
 
     def name_of(self, number: int) -> str:
@@ -180,10 +221,10 @@ class Pieces:
         file = self.files[of_file]
         place = number - (self._ends[of_file] - file.pieces)
         if file.ending == ".parquet":
-            return f"row group {place} of {file.path}"
+            return f"row group {place} of {file.shown}"
         if file.pieces == 1:
-            return str(file.path)
-        return f"{file.path}, from byte {place * self.how.piece_bytes:,} on,"
+            return file.shown
+        return f"{file.shown}, from byte {place * self.how.piece_bytes:,} on,"
 
     @cached_property
     def content(self) -> dict[str, Any]:
@@ -203,49 +244,51 @@ class Pieces:
         """Digest of blocks of all files, evenly spread."""
         digest, total = hashlib.sha256(), self.size_bytes
         ends = list(accumulate(file.size_bytes for file in self.files))
-        for place in sorted({number * total // _BLOCKS for number in range(_BLOCKS)}):
+
+        def block(place: int) -> bytes:
             number = bisect_right(ends, place)
-            file = self.files[number]
+            file = self.files[number].placed
             start = place - (ends[number] - file.size_bytes)
-            with file.path.open("rb") as opened:
-                digest.update(os.pread(opened.fileno(), _BLOCK_BYTES, start))
+            return self.place.read(file, start, start + _BLOCK_BYTES)
+
+        # At a url each is a request, which waits for its answer most of the time.
+        with ThreadPoolExecutor(_BLOCKS_AT_ONCE) as pool:
+            places = sorted({number * total // _BLOCKS for number in range(_BLOCKS)})
+            for content in pool.map(block, places):
+                digest.update(content)
         return digest.hexdigest()
 
-    def _file(self, root: Path, path: Path) -> CorpusFile:
-        require_regular(path)
-        size = path.stat().st_size
-        file = CorpusFile(
-            path=path, name=path.relative_to(root).as_posix(), size_bytes=size, pieces=1
-        )
-        count = 1
+    def _counted(self, placed: PlacedFile) -> CorpusFile:
+        file = CorpusFile(placed=placed, pieces=1)
         if file.ending == ".parquet":
             count = len(self._row_groups(file))
         elif file.is_packed or (file.ending == ".txt" and self.how.text_files == "document"):
-            if size > _MOST_WHOLE_BYTES:
+            if file.size_bytes > _MOST_WHOLE_BYTES:
                 raise UserError(_explain_too_large(file))
+            count = 1
         else:
-            count = -(-size // self.how.piece_bytes)
-        return CorpusFile(path=path, name=file.name, size_bytes=size, pieces=count)
+            count = -(-file.size_bytes // self.how.piece_bytes)
+        return CorpusFile(placed=placed, pieces=count)
 
     def _row_groups(self, file: CorpusFile) -> list[int]:
         """Bytes of the text in each row group of a Parquet file."""
         import pyarrow.parquet
 
-        with reading(file.path, "what .parquet files hold"):
-            metadata = pyarrow.parquet.read_metadata(file.path)
+        with reading(file.shown, "what .parquet files hold"):
+            metadata = pyarrow.parquet.read_metadata(self.place.opened(file.placed))
             names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         if self.how.text_key not in names:
             near = nearest(self.how.text_key, names) or (names or ["KEY"])[0]
             raise UserError(
-                f"{file.path} has no column {self.how.text_key}, only {', '.join(names)}.\n"
+                f"{file.shown} has no column {self.how.text_key}, only {', '.join(names)}.\n"
                 f"Try --data.text_key {near}."
             )
         column = names.index(self.how.text_key)
         sizes = [group.column(column).total_uncompressed_size for group in groups]
         if max(sizes, default=0) > _MOST_WHOLE_BYTES:
             raise UserError(
-                f"{file.path} has a row group with {max(sizes):,} bytes of text, and one is read "
+                f"{file.shown} has a row group with {max(sizes):,} bytes of text, and one is read "
                 f"as a whole: at most {_MOST_WHOLE_BYTES:,}.\nWrite it again with smaller ones, "
                 "such as row_group_size=10000 of pyarrow.parquet.write_table."
             )
@@ -255,13 +298,15 @@ class Pieces:
         if file.ending == ".parquet":
             yield from self._of_row_group(file, place)
         elif file.ending == ".txt" and self.how.text_files == "document":
-            yield self._plain(text_of(file.path), str(file.path))
+            with self.place.whole(file.placed) as path:
+                yield self._plain(text_of(path), file.shown)
         elif file.is_packed:
-            for number, line in enumerate(lines_of(file.path), 1):
-                yield from self._of_line(file, line, f"{file.path}, line {number}")
+            with self.place.whole(file.placed) as path:
+                for number, line in enumerate(lines_of(path), 1):
+                    yield from self._of_line(file, line, f"{file.shown}, line {number}")
         else:
             for start, content in self._lines(file, place):
-                where = f"{file.path}, byte {start:,}"
+                where = f"{file.shown}, byte {start:,}"
                 try:
                     # Excel and others begin files with a byte order mark.
                     line = content.decode("utf-8-sig" if start == 0 else "utf-8")
@@ -274,29 +319,28 @@ class Pieces:
         """Lines that begin in a range of bytes, each with its place."""
         first = place * self.how.piece_bytes
         last = min(first + self.how.piece_bytes, file.size_bytes)
-        with file.path.open("rb") as opened:
-            # A line begins behind a line feed, which may be the last byte of the piece before.
-            start = max(first - 1, 0)
-            content = os.pread(opened.fileno(), last - start, start)
-            if first:
-                cut = content.find(b"\n") + 1
-                if not cut:
-                    return
-                start, content = start + cut, content[cut:]
-            end = start + len(content)
-            parts = [content]
-            while content and not content.endswith(b"\n") and end < file.size_bytes:
-                content = os.pread(opened.fileno(), _READ_ON_BYTES, end)
-                cut = content.find(b"\n") + 1
-                content = content[:cut] if cut else content
-                parts.append(content)
-                end += len(content)
-                if end - start > _MOST_DOCUMENT_BYTES + self.how.piece_bytes:
-                    raise UserError(
-                        f"{file.path} has a line of more than {_MOST_DOCUMENT_BYTES:,} bytes from "
-                        f"byte {start:,} on.\nGive each document a line of its own, and cut long "
-                        "ones into several."
-                    )
+        # A line begins behind a line feed, which may be the last byte of the piece before.
+        start = max(first - 1, 0)
+        content = self.place.read(file.placed, start, last)
+        if first:
+            cut = content.find(b"\n") + 1
+            if not cut:
+                return
+            start, content = start + cut, content[cut:]
+        end = start + len(content)
+        parts = [content]
+        while content and not content.endswith(b"\n") and end < file.size_bytes:
+            content = self.place.read(file.placed, end, end + _READ_ON_BYTES)
+            cut = content.find(b"\n") + 1
+            content = content[:cut] if cut else content
+            parts.append(content)
+            end += len(content)
+            if end - start > _MOST_DOCUMENT_BYTES + self.how.piece_bytes:
+                raise UserError(
+                    f"{file.shown} has a line of more than {_MOST_DOCUMENT_BYTES:,} bytes from "
+                    f"byte {start:,} on.\nGive each document a line of its own, and cut long "
+                    "ones into several."
+                )
         for line in _split(parts):
             yield start, line
             start += len(line) + 1
@@ -317,10 +361,10 @@ class Pieces:
     def _of_row_group(self, file: CorpusFile, place: int) -> Iterator[str]:
         import pyarrow.parquet
 
-        with pyarrow.parquet.ParquetFile(file.path) as table:
+        with pyarrow.parquet.ParquetFile(self.place.opened(file.placed)) as table:
             rows = table.read_row_group(place, columns=[self.how.text_key]).to_pylist()
         for number, row in enumerate(rows, 1):
-            yield from self._of_row(row, f"{file.path}, row {number} of row group {place}")
+            yield from self._of_row(row, f"{file.shown}, row {number} of row group {place}")
 
     def _of_row(self, row: Any, where: str) -> Iterator[str]:
         key = self.how.text_key
@@ -363,7 +407,7 @@ def _explain_too_large(file: CorpusFile) -> str:
     if not file.is_packed:
         what, works = "is one document", "Try --data.text_files lines, if each line is a document"
     return (
-        f"{file.path} {what} of {file.size_bytes:,} bytes, which is read as a whole: at most "
+        f"{file.shown} {what} of {file.size_bytes:,} bytes, which is read as a whole: at most "
         f"{_MOST_WHOLE_BYTES:,}.\n{works}."
     )
 

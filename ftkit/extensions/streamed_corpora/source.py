@@ -12,7 +12,8 @@ from ftkit.data.own_data import OwnData
 from ftkit.data.records.record import Record
 from ftkit.data.spec import DataSource, Part, PartSource, Rules, check_init_args, check_value
 from ftkit.errors import UserError
-from ftkit.extensions.streamed_corpora.files import Lines, Pieces, Reading, find_paths
+from ftkit.extensions.streamed_corpora.files import Lines, Pieces, Reading, find_files
+from ftkit.extensions.streamed_corpora.places import Place, PlacedFile
 from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_style
 from ftkit.recipe.recipe import Component, Train
 from ftkit.utils.console.formatting import bytes_text
@@ -29,8 +30,8 @@ class CorpusOptions:
 
     path: str | Path | None = None
     """A directory with all files below it, a pattern such as 'texts/**/*.jsonl', or a file: .jsonl,
-    .txt or .parquet; .jsonl and .txt also as .gz or .zst, which are read as a whole. Or
-    embedded:documents."""
+    .txt or .parquet; .jsonl and .txt also as .gz or .zst, which are read as a whole. A url of a
+    directory or file: s3://, gs:// or az://. Or embedded:documents."""
     sources: list[dict[str, Any]] | None = None
     """Several corpora instead of path: a list of objects with path and, optionally, weight (its
     share of the samples, relative to the others; default 1), text_key and val_path."""
@@ -158,9 +159,9 @@ class OneCorpus:
         self.cache_bytes = int(options.cache_gib * 2**30)
 
     @cached_property
-    def paths(self) -> tuple[Path, list[Path]]:
-        """Its directory, and its files."""
-        return find_paths(self.where, self._key)
+    def found(self) -> tuple[Place, list[PlacedFile]]:
+        """Where it lies, and its files."""
+        return find_files(self.where, self._key)
 
     @cached_property
     def validation(self) -> OwnData | None:
@@ -184,7 +185,7 @@ class OneCorpus:
     @cached_property
     def pieces(self) -> Pieces:
         """Its pieces, those that are held out too."""
-        made = Pieces(*self.paths, self.reading(self._options.piece_kib * 2**10))
+        made = Pieces(*self.found, self.reading(self._options.piece_kib * 2**10))
         if not len(made):
             raise UserError(
                 f"{self._key} is {self.where}, whose files are all empty.\nGive files with "
@@ -301,14 +302,17 @@ class CorpusSource(DataSource):
 
     def files(self) -> tuple[Path, ...] | None:
         found: list[Path] = []
+        are_here = True
         for corpus in self.corpora:
-            found += corpus.paths[1]
+            place, placed = corpus.found
+            are_here = are_here and place.is_local
+            found += [file.path for file in placed]
             if corpus.validation is not None:
                 files = corpus.validation.files()
                 if files is None:
                     return None
                 found += files
-        return tuple(found)
+        return tuple(found) if are_here else None
 
     def prompt_style(self) -> AnyStyle:
         return resolve_prompt_style("alpaca")

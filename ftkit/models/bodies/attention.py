@@ -140,6 +140,25 @@ def attention_kernel(
     return "flash" if has_flash and takes else "sdpa"
 
 
+class FixedRow:
+    """Sequences in a row whose starts and positions lie in memory that never moves.
+
+    A recorded pass reads there what each micro-batch has written.
+    """
+
+    # No dataclass: Fabric looks into those that a model is given.
+
+    def __init__(self, starts: Tensor, places: Tensor, longest: int) -> None:
+        """Name the memory.
+
+        Args:
+            starts: as of `Sequences`.
+            places: [tokens] int64, the position of each token in its sequence.
+            longest: tokens of the longest sequence that there may be.
+        """
+        self.starts, self.places, self.longest = starts, places, longest
+
+
 Blocks = tuple[tuple[tuple[int, int], ...], ...]
 """For each sequence, spans [first, end) whose tokens also see the later ones of their span."""
 
@@ -157,12 +176,14 @@ class Sequences:
     variable lengths; None: it is not used."""
     exchange: Exchange | None = None
     """With the ranks that have the other pieces of the row; None: it is here, all of it."""
+    places: Tensor | None = None
+    """[tokens] int64, their positions on the device; None: they follow from the lengths."""
 
     @classmethod
     def of(
         cls,
         input_ids: Tensor,
-        lengths: Iterable[int] | None,
+        lengths: Iterable[int] | FixedRow | None,
         kernel: AttentionKernel,
         exchange: Exchange | None = None,
     ) -> Self:
@@ -179,6 +200,8 @@ class Sequences:
         if lengths is None:
             batch, length = input_ids.shape
             return cls((length,) * batch, kernel)
+        if isinstance(lengths, FixedRow):
+            return cls((lengths.longest,), kernel, lengths.starts, places=lengths.places)
         starts, known = None, tuple(lengths)
         # Other kernels never read them, and a copy to the device would be for nothing.
         if kernel == "flash":
@@ -189,6 +212,8 @@ class Sequences:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return [tokens here] int64: the position of each token in its sequence."""
+        if self.places is not None:
+            return self.places
         places = np.concatenate([np.arange(n) for n in self.lengths])
         if self.exchange is not None:
             places = places[self.exchange.piece.span(len(places))]

@@ -13,8 +13,10 @@ from corpora import (
     documents,
     lines_of,
     mixed,
+    permuted,
     pieces_of,
     samples_of,
+    scattered,
     write_corpus,
 )
 from messages import key_words
@@ -25,6 +27,7 @@ from ftkit.data.samples.loader import train_batches
 from ftkit.data.samples.sampler import Position
 from ftkit.data.samples.stream import Stream, StreamedOrder, StreamPosition
 from ftkit.errors import UserError
+from ftkit.extensions.streamed_corpora import stream as streams
 from ftkit.extensions.streamed_corpora.files import Pieces
 from ftkit.extensions.streamed_corpora.source import CorpusSource
 from ftkit.extensions.streamed_corpora.stream import open_stream, shares
@@ -161,7 +164,8 @@ def test_a_document_belongs_to_the_piece_that_it_begins_in(size: int, tmp_path: 
     file.write_bytes(
         b"\n" + lines_of(["one", "two\u00e9", ""]) + b"\r\n" + lines_of(["x" * 50])[:-1]
     )
-    pieces = Pieces(tmp_path, [file], source_of(file).corpora[0].reading(size))
+    corpus = source_of(file).corpora[0]
+    pieces = Pieces(*corpus.found, corpus.reading(size))
     expected = [[text for text in piece if text] for piece in pieces_of(tmp_path, size)]
     assert [pieces.texts(number) for number in range(len(pieces))] == expected
 
@@ -379,3 +383,36 @@ def test_a_fingerprint_says_what_decides_the_samples(
     (moved / "b.jsonl").rename(moved / "g.jsonl")
     found.add(fingerprint(moved))
     assert len(found) == 7
+
+
+@pytest.mark.parametrize("count", [2, 3, 17, 1000, 4096])
+def test_of_too_many_pieces_an_order_is_computed_place_by_place(count: int) -> None:
+    found = streams.scattered(np.arange(count), count, SEED, 1, 0)
+    assert sorted(found.tolist()) == list(range(count))
+    assert found.tolist() == [scattered(place, count, SEED, 1, 0) for place in range(count)]
+    assert (
+        streams.scattered(np.arange(count)[-2:], count, SEED, 1, 0).tolist() == found.tolist()[-2:]
+    )
+    if count > 100:
+        assert abs(np.corrcoef(np.arange(count), found)[0, 1]) < 0.1
+        assert found.tolist() != streams.scattered(np.arange(count), count, SEED, 2, 0).tolist()
+
+
+def test_an_epoch_of_too_many_pieces_has_each_document_once(
+    corpus: Path,
+    held: Path,
+    tokenizer: Tokenizer,
+    encode: Encode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "_MOST_LISTED", 4)
+    monkeypatch.setattr(
+        "corpora.permuted",
+        lambda number, seed, *key: (
+            [scattered(place, number, seed, *key) for place in range(number)]
+            if len(key) == 2
+            else permuted(number, seed, *key)
+        ),
+    )
+    expected = list(islice(defined(corpus, encode), 300))
+    assert taken(opened(source_of(corpus, val_path=held), tokenizer), 0, 300) == expected
