@@ -93,7 +93,8 @@ class OwnDataOptions:
     false. The template that is kept with the result has them as defaults."""
     train_on: TrainOn | None = None
     """Trained tokens: every turn of the assistant (the default for conversations), only its last
-    turn (the default for prompts with completions), or all. For instructions use mask_prompt."""
+    turn (the default for prompts with completions), messages, which are the assistant's turns with
+    the header that the template writes before each, or all. For instructions use mask_prompt."""
     drop_system: bool = False
     """Leave out the system message with which a conversation begins."""
     reasoning: Reasoning = "split"
@@ -115,6 +116,9 @@ class OwnDataOptions:
     drop_equal: bool = False
     """Of records with equal contents, keep only the first, before a part is held out: over all
     sources that are rendered alike, records to train on before those to validate on."""
+    shuffle: bool = True
+    """false: every epoch takes the samples in the order of the file, one source after the other,
+    without weight and samples of sources. What is held out for validation is chosen at random."""
     skip_bad_records: bool = False
     """Leave out records that cannot be used, such as a line that is not JSON or a missing key, and
     count them in the report; otherwise such data are refused."""
@@ -182,11 +186,13 @@ _INHERITED = ("columns", *_OF_RENDERING)
 # Beside the other options and not among the keys of an extension: options of data are one class,
 # of which what a resumed run may change is known without data.
 _OF_MEDIA = ("image_max_pixels", "image_min_pixels")
+_FLAGS = ("drop_system", "drop_equal", "shuffle", SKIP)
 _RENDERING = (*_OF_RENDERING, "reasoning", "overlong", "min_tokens", *_OF_MEDIA)
 """Options that decide how records are rendered."""
 OPTIONS_WITHOUT_FILES = (
     *("columns", *_RENDERING),
     *("val_split_fraction", "seed", "ignore_index", "num_workers", "add_tokens", "drop_equal"),
+    "shuffle",
     SKIP,
 )
 """Options that do not say where records are."""
@@ -234,6 +240,18 @@ def _sources_of(options: OwnDataOptions, given: Collection[str]) -> tuple[_Sourc
     return tuple(
         _source(entry, f"data.sources[{i}]", inherited) for i, entry in enumerate(options.sources)
     )
+
+
+def _check_shuffle(options: OwnDataOptions, sources: Sequence[_SourceOptions]) -> None:
+    """Refuse an epoch in the order of the file that takes a part of a file, or takes it twice."""
+    for i, source in enumerate(sources):
+        for key in ("weight", "samples"):
+            if not options.shuffle and (value := getattr(source, key)) is not None:
+                raise UserError(
+                    f"data.shuffle is false, but data.sources[{i}].{key} is {value}: in the order "
+                    "of the files, an epoch takes every sample once.\n"
+                    f"Remove {key} of the source, or set data.shuffle to true."
+                )
 
 
 def _source(entry: Any, key: str, inherited: dict[str, Any]) -> _SourceOptions:
@@ -336,7 +354,7 @@ def _check_values(given: Mapping[str, Any], prefix: str) -> None:
         elif key == "samples":
             accepted = number and isinstance(value, int) and value > 0
             check_value(name, value, accepted, "a whole number above 0", "1000")
-        elif key in ("drop_system", "drop_equal", SKIP) or (key == "mask_prompt" and of_source):
+        elif key in _FLAGS or (key == "mask_prompt" and of_source):
             check_value(name, value, isinstance(value, bool), "true or false", "true")
 
 
@@ -445,7 +463,9 @@ class OwnData(DataSource):
         init_args = data["init_args"]
         options = _options_of(init_args)
         given = [key for key, value in init_args.items() if value is not None]
-        return cls(options, _sources_of(options, given), given=given)
+        sources = _sources_of(options, given)
+        _check_shuffle(options, sources)
+        return cls(options, sources, given=given)
 
     @classmethod
     def without_files(cls, name: str, init_args: Mapping[str, Any]) -> Self:
@@ -525,6 +545,7 @@ class OwnData(DataSource):
                 content=self._content(source),
                 weight=source.weight,
                 samples=source.samples,
+                in_order=not self._options.shuffle,
             )
             for source, name in zip(self._sources, _source_names(self._sources), strict=True)
         )
@@ -633,7 +654,7 @@ class OwnData(DataSource):
             if self._before(source) and not int(len(train) * fraction):
                 val = []  # equal records have left too few, and other sources have some
             else:
-                train, val = _split(train, fraction, self._options.seed, records.where, source.key)
+                train, val = self._held_out(train, fraction, records.where, source.key)
             said += f", {len(val):,} of them to validate on"
         return Part(
             name=name,
@@ -647,6 +668,14 @@ class OwnData(DataSource):
             media=kinds_in(chain(train, val)),
             skips_bad=self._options.skip_bad_records,
         )
+
+    def _held_out(
+        self, records: list[Record], fraction: float, where: str, key: str
+    ) -> tuple[list[Record], list[Record]]:
+        train, val = _split(len(records), fraction, self._options.seed, where, key)
+        if not self._options.shuffle:
+            train = sorted(train)
+        return [records[i] for i in train], [records[i] for i in val]
 
     def _check_media(
         self, source: _SourceOptions, records: RecordSet, media: Collection[str]
@@ -747,9 +776,11 @@ class OwnData(DataSource):
         place = shape_row(shape).adapt_place
         if not place or (shape == records.form.shape and not source.drop_system):
             return records.train, records.val
+        # A template that a style became, or one like it, has a place of its own for the input.
+        has_place = "message.input" in (rules.chat_template or "")
         adapt = partial(
             imported(place),
-            keeps_input=rules.prompt_style is not None,
+            keeps_input=rules.prompt_style is not None or has_place,
             drop_system=source.drop_system,
         )
         answers = self._preferred.answers if self._preferred else ()
@@ -835,13 +866,12 @@ def _source_names(sources: Sequence[_SourceOptions]) -> list[str]:
 
 
 def _split(
-    records: Sequence[Record], val_split_fraction: float, seed: int, where: str, key: str
-) -> tuple[list[Record], list[Record]]:
-    """Split off validation records, exactly as litgpt.data.JSON does with the same seed."""
+    size: int, val_split_fraction: float, seed: int, where: str, key: str
+) -> tuple[list[int], list[int]]:
+    """Numbers of records to train and to validate on, those of litgpt.data.JSON by this seed."""
     import torch
     from torch.utils.data import Subset, random_split
 
-    size = len(records)
     if size < 2:
         ending = Path(where).suffix if format_of(Path(where)) else ".json"
         raise UserError(
@@ -861,5 +891,5 @@ def _split(
         [1.0 - val_split_fraction, val_split_fraction],
         generator=torch.Generator().manual_seed(seed),
     )
-    train, val = ([records[i] for i in split.indices] for split in splits)
+    train, val = (list(split.indices) for split in splits)
     return train, val

@@ -121,8 +121,8 @@ class PartSource:
     """Makes its samples itself: takes what `ftkit.data.dataset.load_data` does (tokenizer, most
     tokens of a sample, progress), and returns the `LoadedPart`. None: they are made of records."""
     in_order: bool = False
-    """Whether every epoch takes its samples in their own order; else it shuffles them. A source of
-    this kind is the only one."""
+    """Whether every epoch takes its samples in their own order; else it shuffles them. Either all
+    sources are of this kind, and an epoch takes every sample of theirs once, or none is."""
 
 
 class DataSource(ABC):

@@ -240,11 +240,15 @@ def _reaching(model: LanguageModel, length: int) -> Iterator[None]:
     if length <= usual:
         yield
         return
+    kept = [(module._buffers, dict(module._buffers)) for module in body.modules()]
     body.build_rope_cache(body.device, length)
     try:
         yield
     finally:
         body.build_rope_cache(body.device, usual)
+        # The very tensors of training: recorded steps read their memory.
+        for buffers, before in kept:
+            buffers.update(before)
 
 
 def answer_scores(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Architecture
-from ftkit.models.bodies.attention import AttentionKernel
+from ftkit.models.bodies.attention import AttentionKernel, FixedRow
 from ftkit.models.bodies.body import Body
 from ftkit.models.kept_weights import keep_stored
 from ftkit.models.lora.layers import add_adapter
@@ -77,7 +77,7 @@ class LanguageModel(nn.Module):
         labels: Tensor | None = None,
         output: HeadOutput | None = None,
         *,
-        sequence_lengths: Sequence[int] | None = None,
+        sequence_lengths: Sequence[int] | FixedRow | None = None,
         positions: Tensor | None = None,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:

@@ -15,6 +15,7 @@ from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.optimizers import is_paged
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Kernels, LoraRecipe
+from ftkit.recipe.recorded import why_unrecorded
 from ftkit.strategies.optimizers import MuonWithAdamW
 from ftkit.strategies.state import bytes_per_number
 from ftkit.strategies.step_memory import (
@@ -112,7 +113,10 @@ def predict(
         accumulates: whether it adds to gradients of others before it; None: where there are any.
         beside: the frozen model that is held beside the trained one, if there is one.
     """
-    accumulates = plan.accumulates if accumulates is None else accumulates
+    records = plan.recipe.train.record_steps and why_unrecorded(plan) is None
+    if accumulates is None:
+        # Gradients of recorded steps stay, and are there before each first micro-step.
+        accumulates = plan.accumulates or records
     simulation = simulate(base, plan, batch, accumulates=accumulates, beside=beside)
     strategy = make_strategy(plan)
     found = strategy.on_device(simulation)
@@ -144,6 +148,13 @@ def predict(
         host_bytes += peak_bytes
     else:
         low, reserved, high = _device_bytes(peak_bytes, plan)
+        if records:
+            # Graphs keep the memory of their passes beside that of steps which are computed. Not
+            # needed at least: where it is missing, nothing is recorded.
+            of_passes = max(
+                peak.bytes["activations"] + peak.bytes["temporaries"] for peak in peaks.values()
+            )
+            reserved, high = reserved + of_passes, high + of_passes
     if isinstance(plan.recipe, LoraRecipe):
         saved_bytes += trained * parameter_dtype(plan).itemsize  # the adapter beside the shards
     return PredictedMemory(
@@ -177,7 +188,7 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
         Bytes on the device that are certainly needed, and those that may be; on CPUs, of host
         memory.
     """
-    is_row = planned_path(base.architecture.attention, plan) != "padded"
+    is_row = planned_path(base.architecture.attention, plan, whose=base.name) != "padded"
     least = largest_micro_batch(1, 2, padding_free=is_row, pieces=plan.mesh.context)
     # More than in training: all samples are one step, so no micro-batch is cut short.
     samples = plan.micro_batch_size if is_row else plan.padded_samples(max(1, tokens - 1))
@@ -244,7 +255,8 @@ def heaviest_micro_batch(
     """
     path = planned_path(base.architecture.attention, plan)
     if beside is not None:
-        path = common_path(path, planned_path(beside.architecture.attention, plan))
+        traits = beside.architecture.attention
+        path = common_path(path, planned_path(traits, plan, whose=beside.name))
     rules, is_row = objective_rules(plan.recipe.objective), path != "padded"
     samples = plan.largest_micro_batch
     if not is_row:

@@ -43,6 +43,7 @@ _DATA_DEFAULTS: dict[str, Any] = {
     "image_max_pixels": None,
     "image_min_pixels": None,
     "drop_equal": False,
+    "shuffle": True,
     "skip_bad_records": False,
     "add_tokens": None,
     "text_key": "text",

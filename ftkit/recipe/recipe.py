@@ -137,6 +137,12 @@ class Train:
     """Update each parameter as soon as its gradient is computed, and free the gradient: the
     gradients never exist all at once. Does not change the result. Needs single or fsdp, no
     train.max_norm, and one micro-batch per step."""
+    record_steps: Hardware[bool] = False
+    """Record the forward and backward pass of micro-batches as CUDA graphs, which the host replays
+    in one call each: faster where a step is so short that launching its kernels takes longer than
+    computing them. Micro-batches are filled up to at most 8 shapes, each recorded at its third
+    micro-batch. Does not change the loss. What cannot be recorded runs as without it, and a line
+    says why."""
     tie_embeddings: Fixed[bool | None] = None
     """Share the weights of embedding and head. Default: as in the base model."""
     only: Fixed[str | None] = None

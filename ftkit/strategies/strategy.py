@@ -170,6 +170,8 @@ class Strategy(ABC):
         """Running averages of the trained parameters, with train.ema_decay."""
         if plan.recipe.train.ema_decay is not None:
             self.averages = defaultdict(dict)
+        self.fixed_gradients: dict[nn.Parameter, Tensor] = {}
+        """Memory of the gradients that recorded steps write, kept between steps."""
         self._norm: Tensor | None = None
         self._in_backward: OptimizerInBackward | None = None
 
@@ -480,6 +482,8 @@ class Strategy(ABC):
         """Tensors that the optimizer keeps, with their category."""
         for tensor in tensors_in((self.optimizer.state, self.averages)):
             yield tensor, "optimizer_state"
+        for gradient in self.fixed_gradients.values():
+            yield gradient, "gradients"
 
     def gathered(self, model: nn.Module) -> Iterable[Tensor]:
         """Parameters that a forward pass gathers from other ranks."""

@@ -29,6 +29,7 @@ from ftkit.training.finite import (
 )
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
+from ftkit.training.recorded_steps import recorded_steps
 from ftkit.training.setup import Setup
 from ftkit.training.step import TrainStep
 
@@ -118,6 +119,7 @@ class Training:
         self._order, self._evaluator, self._checkpointing = setup.order, evaluator, checkpointing
         self._stop, self._loggers, self._callbacks = stop, loggers, callbacks
         self._display, self._recorder = journal.display, journal.recorder
+        self._recorded = recorded_steps(setup, journal.warn)
         self._began_s, self._stop_after = began_s, stop_after
         companion = setup.companion_of(setup.data.train)
         self._meter = MemoryMeter(
@@ -186,6 +188,7 @@ class Training:
             before_update=self._checkpointing.before_update
             if self._checkpointing
             else lambda: None,
+            recorded=self._recorded,
         )
         batches = Coming(
             train_batches(
@@ -208,6 +211,8 @@ class Training:
             if ends:
                 break
             record = train_step.run(step, batches)
+            if self._recorded is not None:
+                self._recorder.note(recorded_steps=self._recorded.counts)
             self._log_step(record)
             self._callbacks.on_step(record)
             ends = self._between_steps(record.step)

@@ -22,6 +22,7 @@ from ftkit.runs.report.meters import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.strategies.schedule import Schedule
 from ftkit.strategies.strategy import Strategy
+from ftkit.training.recorded_steps import RecordedSteps
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.accelerators.use import compilations, sum_dtype
 
@@ -62,7 +63,7 @@ class StepClock:
         before = self._start
         for part, moment in self._marks:
             elapsed = before.elapsed_time(moment) / 1000 if self._has_events else moment - before
-            parts[part] += elapsed
+            parts[part] = parts.get(part, 0.0) + elapsed
             before = moment
         self.restart()
         return parts
@@ -108,6 +109,7 @@ class TrainStep:
         compiles: bool,
         meter: MemoryMeter,
         before_update: Callable[[], None],
+        recorded: RecordedSteps | None = None,
     ) -> None:
         """Prepare to train a model whose strategy is set up.
 
@@ -125,11 +127,12 @@ class TrainStep:
             meter: measures the memory of some steps.
             before_update: called before the first update of a step: after its last backward
                 pass, or before that pass if it updates.
+            recorded: records micro-steps and replays them; None: all are computed.
         """
         self._model, self._strategy, self._schedule = model, strategy, schedule
         self._learning_rate, self._seed = learning_rate, seed
         self._max_norm, self._in_backward = train.max_norm, train.optimizer_in_backward
-        self._compiles = compiles
+        self._compiles, self._recorded = compiles, recorded
         self._meter, self._before_update = meter, before_update
         self._device = strategy.device
         self._clock = StepClock(self._device)
@@ -170,7 +173,11 @@ class TrainStep:
         self._strategy.set_learning_rate(self._schedule.share(step))
         # Texts alone are there at once, and would only take memory.
         has_media = any(MEDIA in one for one in of_step)
+        recorded, is_followed = self._recorded, self._meter.follows(step)
         for waiting in with_media(of_step, batches.following() if has_media else ()):
+            # The meter does not see into replays: only what is filled up may be one.
+            if recorded is not None and not is_followed:
+                waiting = recorded.filled(waiting)
             batch = move_data_to_device(waiting, self._device)
             self._clock.mark("data")
             self._step_loss.refer(batch)
@@ -178,7 +185,10 @@ class TrainStep:
                 self._strategy.micro_step(is_last=batch["is_last_of_step"]),
                 self._tokens.of(step, batch),  # for dropout and noise
             ):
-                self.micro_step(batch)
+                if recorded is not None and recorded.replays(batch, self._passes):
+                    self._clock.mark("recorded")
+                else:
+                    self.micro_step(batch)
             counts = [old + new for old, new in zip(counts, _counts(batch), strict=True)]
         del waiting, batch  # media may be large, and the update needs memory
         self.clip()
@@ -214,19 +224,25 @@ class TrainStep:
     def micro_step(self, batch: Batch) -> None:
         """Make the forward and backward pass of a micro-batch, which adds up its gradients."""
         self._meter.before_forward(batch)
+        # The graph is gone before memory after the backward pass is measured.
+        self._passes(batch, self._between_passes)
+        self._meter.after_backward()
+        self._clock.mark("backward")
+
+    def _passes(self, batch: Batch, between: Callable[[], None] = lambda: None) -> None:
+        """Make both passes with nothing else between them than is given."""
         with self._step_loss.watching(batch):
             loss = self._step_loss.of_micro_batch(self._strategy.forward, batch, self._shares)
             # Strategies average gradients over the ranks; the loss of a step is their sum.
             loss = loss * self._strategy.plan.world_size
-            self._meter.before_backward()
-            self._clock.mark("forward")
-            if self._in_backward:
-                self._before_update()
+            between()
             self._strategy.backward(loss)
-        # The graph must be gone before memory after the backward pass is measured.
-        del loss
-        self._meter.after_backward()
-        self._clock.mark("backward")
+
+    def _between_passes(self) -> None:
+        self._meter.before_backward()
+        self._clock.mark("forward")
+        if self._in_backward:
+            self._before_update()
 
     def clip(self) -> None:
         """Measure the norm of the gradients, and clip them."""
@@ -283,11 +299,13 @@ class TrainStep:
         )
 
     def _new_graphs(self) -> int | None:
-        """Graphs that torch.compile has made since the last call, or programs of the device."""
+        """Graphs that were compiled or recorded since the last call, or programs of the device."""
         before, self._graphs = self._graphs, self._count_graphs()
         return None if before is None or self._graphs is None else self._graphs - before
 
     def _count_graphs(self) -> int | None:
+        if self._recorded is not None:
+            return self._recorded.count
         return compiled_graphs() if self._compiles else compilations(self._device)
 
 

@@ -77,6 +77,9 @@ EVERY: tuple[Method, ...] = ("full", "lora", "qlora")
 TWO_RANKS = {"strategy": "fsdp", "devices": 2}
 ONE_MICRO_STEP = {"train.micro_batch_size": 8, "train.global_batch_size": 8}
 
+MANY_STEPS = {"train.max_steps": 60}
+"""Of a setting that only has its effect after some steps."""
+
 
 def _optimizer(name: str, **arguments: Any) -> dict[str, Any]:
     return {"optimizer": name} | {f"optimizer.{key}": value for key, value in arguments.items()}
@@ -96,6 +99,13 @@ LEVERS = [
         methods=BOTH,
     ),
     Lever(name="compile", on={"compile": True}, methods=EVERY),
+    Lever(
+        name="record_steps",
+        off=MANY_STEPS,
+        on=MANY_STEPS | {"train.record_steps": True},
+        methods=BOTH,
+        gpu_only=True,
+    ),
     Lever(
         name="kernels liger",
         off={"kernels": "torch"},

@@ -4,6 +4,7 @@ import os
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,51 @@ def saves(scene: Scene, found: Found) -> None:
         same = shards > 0 and checksums[name] == checksums.get("synchronous")
         found.check(f"{name}: the same bytes", passed=same, said=f"{shards} shards")
         found.figure(f"stall_s, {name}", stall.mean if stall else None)
+
+
+def recorded_steps(scene: Scene, found: Found) -> None:
+    """Check that recorded steps have the losses of computed ones, before any pair is timed."""
+    model = made_model(scene)
+    for name, command, keys in (
+        ("full", "finetune_full", {"precision": "bf16-true"}),
+        ("full, bf16-mixed", "finetune_full", {"precision": "bf16-mixed"}),
+        ("full, padded", "finetune_full", {"precision": "32-true"}),
+        ("LoRA", "finetune", {"precision": "bf16-true", "lora_dropout": 0.05, "lora_mlp": True}),
+    ):
+        runs: dict[bool, Report] = {}
+        losses: dict[bool, list[float]] = {}
+        for is_recorded in (False, True):
+            out = scene.directory / f"{name} {is_recorded}".replace(" ", "-").replace(",", "")
+            done = ftkit(
+                command,
+                **PLAIN,
+                **keys,
+                out_dir=out,
+                checkpoint_dir=model,
+                accelerator=scene.accelerator,
+                train__record_steps=is_recorded,
+                train__global_batch_size=2 if scene.dry else 16,
+                train__micro_batch_size=2 if scene.dry else 8,
+                train__max_steps=3 if scene.dry else 40,
+                train__max_seq_length=128,
+                checkpoint__save=False,
+            )
+            if done.returncode:
+                found.check(name, passed=False, said=exit_summary(done))
+                break
+            runs[is_recorded] = read_report(out)
+            rows = read_metrics(out / "metrics.csv")
+            losses[is_recorded] = [float(row["loss"] or "nan") for row in rows]
+        else:
+            pairs = zip(losses[False], losses[True], strict=True)
+            apart = max(abs(a / b - 1) for a, b in pairs)
+            found.check(f"{name}: losses", passed=apart < CLOSE, said=f"differ by {apart:.0e}")
+            recorded = runs[True].recorded_steps
+            replayed = recorded.replayed if recorded else 0
+            # A CPU has nothing to record.
+            said = "; ".join([f"{replayed} replays", *runs[True].warnings])
+            found.check(f"{name}: replayed", passed=scene.dry or replayed > 0, said=said)
+            found.figure(name, asdict(recorded) if recorded else None)
 
 
 def paged_optimizer(scene: Scene, found: Found) -> None:

@@ -202,6 +202,43 @@ def tokens(data: DataSets, split: str) -> list[list[int]]:
     return [samples.sequences(i)[0].ids.tolist() for i in range(len(samples))]
 
 
+def test_samples_are_taken_in_the_order_of_the_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"instruction": f"{'red ' * i}?", "output": "red"} for i in range(10)]
+    paths = [as_file(tmp_path / f"{name}.jsonl", rows) for name in "ab"]
+    sources = [{"path": path} for path in paths]
+    data = load(tokenizer, *sources, shuffle=False, val_split_fraction=0.2)
+    order = data.epochs(7)
+    assert [order.of(epoch).tolist() for epoch in (0, 3)] == [list(range(16))] * 2
+    lengths = [len(ids) for ids in tokens(data, "train")]
+    assert lengths == [*sorted(lengths[:8]), *sorted(lengths[8:])]
+    shuffled = load(tokenizer, *sources, val_split_fraction=0.2)
+    assert sorted(map(len, tokens(shuffled, "train"))) == sorted(lengths)
+    assert tokens(shuffled, "train") != tokens(data, "train")
+    assert shuffled.epochs(7).of(0).tolist() != list(range(16))
+    for key in ("weight", "samples"):
+        with pytest.raises(UserError, match=key_words(f"data.shuffle ... data.sources[1].{key}")):
+            load(tokenizer, sources[0], sources[1] | {key: 2}, shuffle=False)
+
+
+@pytest.mark.extensions
+@pytest.mark.parametrize(
+    ("place", "written"),
+    [("message.content ~ '; ' ~ message.input", "red; cat"), ("message.content", "red\n\ncat")],
+)
+def test_a_chat_template_has_the_input_apart_where_it_has_a_place_for_it(
+    place: str, written: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = as_file(tmp_path / "a.jsonl", [{"instruction": "red", "input": "cat", "output": "the"}])
+    template = (
+        "{% for message in messages %}{% if message.role == 'user' %}Q {{ " + place + " }} A "
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    options = {"chat_template": template, "val_split_fraction": 0, "train_on": "all"}
+    data = load(tokenizer, {"path": path}, **options)
+    (ids,) = tokens(data, "train")
+    assert f"Q {written} A the" in tokenizer.processor.decode(ids)
+
+
 def test_of_equal_records_one_is_left_and_either_trained_or_validated_on(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

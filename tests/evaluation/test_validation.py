@@ -189,9 +189,12 @@ def test_a_prompt_longer_than_the_samples_is_not_cut(loaded: Loaded) -> None:
     whole = answers()
     assert [len(answer) for answer in whole] == [6, 0, 3], "the second is longer than the context"
     body.build_rope_cache(body.device, 8)
+    tables = list(body.buffers())
     try:
         assert answers() == whole
         assert body.max_length == 8, "as trained again"
+        pairs = zip(body.buffers(), tables, strict=True)
+        assert tables and all(now is before for now, before in pairs), "recorded steps read these"
     finally:
         body.build_rope_cache(body.device, usual)
 

@@ -192,6 +192,23 @@ def test_a_plan_suggests_a_name_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert str(error.value).count("Did you mean") == 1
 
 
+def test_recorded_steps_keep_gradients_and_the_memory_of_their_passes() -> None:
+    keys: dict[str, object] = {"train__global_batch_size": 4, "train__micro_batch_size": 4}
+    plain, recorded, elsewhere = (
+        planned(**keys, **more).memory
+        for more in (
+            {},
+            {"train__record_steps": True},
+            {"train__record_steps": True, "compile": True},
+        )
+    )
+    gradients = recorded.breakdown_bytes["gradients"]
+    assert recorded.peak_bytes == plain.peak_bytes + gradients > plain.peak_bytes
+    of_passes = recorded.breakdown_bytes["activations"]
+    assert recorded.high_bytes > plain.high_bytes + gradients + of_passes
+    assert elsewhere.high_bytes == plain.high_bytes, "nothing is recorded"
+
+
 @pytest.mark.slow
 def test_quantised_weights_are_planned_where_the_gpu_has_no_bfloat16(tmp_path: Path) -> None:
     """Their products are in float16: so is autocast, which takes no other 16-bit numbers."""

@@ -74,6 +74,23 @@ def test_a_plan_says_how_many_ranks_share_sequences(llama: str) -> None:
 
 
 @pytest.mark.slow
+def test_micro_batches_that_are_auto_or_chosen_are_those_of_the_ranks_that_share_them(
+    llama: str,
+) -> None:
+    keys: dict[str, Any] = {"train__micro_batch_size": None, "train__global_batch_size": 16}
+    alone, shared = (planned(llama, strategy__context=n, **keys) for n in (1, 2))
+    assert alone.plan.micro_batch_tokens and shared.plan.micro_batch_tokens
+    assert shared.plan.micro_batch_tokens == 2 * alone.plan.micro_batch_tokens
+    keys["train__micro_batch_size"] = "auto"
+    alone, shared = (planned(llama, strategy__context=n, **keys) for n in (1, 2))
+    # A step is a micro-batch of each rank of the data, of which there are 4 and 2.
+    assert (alone.plan.largest_micro_batch, shared.plan.largest_micro_batch) == (4, 8)
+    small = f"{shared.memory.high_bytes * 3 // 4 // 2**20}MiB"
+    fewer = planned(llama, small, strategy__context=2, **keys)
+    assert fewer.fits and 1 <= fewer.plan.largest_micro_batch < 8
+
+
+@pytest.mark.slow
 def test_fit_advises_to_share_sequences_where_it_is_enough(llama: str) -> None:
     enough = planned(llama, strategy__context=2)
     size = f"{enough.memory.high_bytes // 2**20 + 1}MiB"
@@ -89,6 +106,31 @@ def test_fit_advises_to_share_sequences_where_it_is_enough(llama: str) -> None:
     assert change.title == "sequences over 2 ranks" and change.planned.fits
     assert change.overrides == (("strategy.context", "2"),)
     assert sum("sequences over" in one.title for one in found) == 1
+
+
+@pytest.mark.extensions
+@pytest.mark.slow
+def test_a_teacher_is_counted_and_has_to_share_sequences_too(tmp_path: Path) -> None:
+    made = {
+        name: str(
+            make_transformers_model(
+                tmp_path / name, "llama", num_attention_heads=heads, num_key_value_heads=1
+            )
+        )
+        for name, heads in (("fitting", 4), ("unfitting", 1))
+    }
+    keys = {
+        "objective": "distill",
+        "strategy__context": 2,
+        "train__max_seq_length": 64,
+        "train__global_batch_size": 4,
+    }
+    found = planned(made["fitting"], teacher=made["fitting"], **keys)
+    assert found.beside is not None and found.as_dict()["context"] == 2
+    message = message_of(planned, made["fitting"], teacher=made["unfitting"], **keys)
+    assert says(
+        message, "strategy.context is 2 ... attention of unfitting ... 1 heads ... context 1"
+    )
 
 
 @pytest.mark.parametrize(

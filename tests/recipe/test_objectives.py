@@ -12,6 +12,7 @@ from ftkit.recipe.objectives import (
     check_objective,
     model_beside,
     objective_options,
+    objective_row,
 )
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.recipe import Method, Recipe
@@ -43,6 +44,7 @@ OPTIONS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
             ("kto", "desirable_weight", "1"), ("kto", "undesirable_weight", "1"),
             ("reward", "center_weight", "0"), ("eaft", "alpha", "1"),
             ("distill", "temperature", "1"), ("distill", "sft_weight", "0"),
+            ("asft", "alpha", "0.1"),
         )
         for value in (-1, ".nan")
     ),
@@ -73,6 +75,7 @@ SETTINGS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("dft", {"train__label_smoothing": 0.1}, ("train.label_smoothing is 0.1", "dft")),
     ("orpo", {"reference": "other"}, ("reference is other", "orpo", "--objective dpo")),
     ("distill", {}, ("teacher is not set", "--teacher MODEL")),
+    ("asft", {}, ("teacher is not set", "--teacher MODEL")),
     ("dpo", {"teacher": "other"}, ("teacher is other", "dpo", "--objective distill")),
     ("kto", {"train__global_batch_size": 1}, ("train.global_batch_size is 1", "kto")),
     *(
@@ -139,7 +142,7 @@ def test_a_model_is_held_beside_the_trained_one_where_nothing_else_gives_its_num
 
 @pytest.mark.parametrize("name", OBJECTIVES.names)
 def test_every_objective_is_accepted_as_it_is(name: str) -> None:
-    keys = {"teacher": "other"} if name == "distill" else {}
+    keys = {"teacher": "other"} if objective_row(name).needs_teacher else {}
     check_objective(recipe(objective=name, **keys))
 
 

@@ -450,10 +450,6 @@ def test_settings_that_a_strategy_cannot_run_are_refused_with_an_alternative(
             "compile is true ... --compile false, or --strategy.context 1",
         ),
         (
-            {"strategy.context": 2, "objective": "distill", "teacher": "large"},
-            "objective is distill ... sft, dft, eaft ... --strategy.context 1",
-        ),
-        (
             {
                 "strategy": "fsdp",
                 "strategy.context": 4,

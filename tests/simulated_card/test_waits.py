@@ -113,6 +113,30 @@ def test_sequence_lengths_reach_the_card_without_a_wait(
     assert not any("language_model" in what for what in sent)
 
 
+SHARED = (*FSDP, "--strategy.context", "2", "--precision", "bf16-true")
+
+
+@pytest.mark.slow
+def test_ranks_that_share_sequences_exchange_them_around_flash_attention_without_a_wait(
+    machine: OnCard,
+) -> None:
+    found = machine.completed("finetune_full", *SHARED, ranks=2)
+    resolved = read_report(found.out_dir).resolved
+    assert resolved is not None and resolved.attention is not None
+    assert resolved.attention.startswith("varlen") and resolved.context == 2
+    counts = machine.counts(found.out_dir)
+    assert counts.of_step(STEP, *WAITS) == WAITS_IN_A_STEP["fsdp"]
+    exchanged = "collective alltoall_base models/bodies/exchange.py:sent"
+    # Queries, keys, values and results of two layers, in both passes; the ranks are one of the
+    # data, so that a step has as many micro-steps as on one card.
+    assert counts.of_step(STEP, "collective")[exchanged] == 4 * 2 * 2 * MICRO_STEPS["single"]
+    economy = ("--memory.activation_checkpointing", "true", "--memory.offload_activations", "true")
+    offloaded = machine.completed("finetune_full", *SHARED, *economy, ranks=2)
+    assert offloaded.losses == found.losses
+    alone = machine.completed("finetune_full", *ONE, "--precision", "bf16-true")
+    assert found.losses == pytest.approx(alone.losses, rel=2e-3)
+
+
 @pytest.mark.slow
 def test_activations_leave_the_card_and_come_back_without_a_wait(
     machine: OnCard, tmp_path: Path

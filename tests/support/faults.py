@@ -210,6 +210,22 @@ def reads_a_number_in_each_micro_step() -> None:
     StepLoss.of_micro_batch = reading
 
 
+def skips_the_last_block() -> None:
+    """The last block returns its input, so that its parameters have no gradient."""
+    prepare = TrainStep.__init__
+
+    def prepare_without(self: TrainStep, model: Any, *arguments: Any, **options: Any) -> None:
+        model.body.blocks[-1].forward = lambda hidden, *_, **__: hidden
+        prepare(self, model, *arguments, **options)
+
+    TrainStep.__init__ = prepare_without
+
+
+def has_little_memory() -> None:
+    """Another program takes all memory of the device that is free."""
+    torch.cuda.mem_get_info = lambda *_: (0, 2**30)
+
+
 def killed_in_training() -> None:
     """SIGKILL in the first forward pass."""
     _in_training(lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""Small configurations of TRL, LLaMA-Factory and axolotl, with all that they need.
+"""Small configurations of TRL, LLaMA-Factory, axolotl and torchtune, with all that they need.
 
 Imports nothing but the standard library, because the programs themselves run it as well.
 """
@@ -114,7 +114,94 @@ AXOLOTL: dict[str, dict[str, Any]] = {
                     "max_steps": 25, "warmup_steps": 2, "streaming_multipack_buffer_size": 22},
 }  # fmt: skip
 """Files of axolotl."""
+_LLAMA3 = {
+    "_component_": "torchtune.models.llama3.llama3_tokenizer",
+    "path": "base/tokenizer.tiktoken",
+    "special_tokens_path": "base/special_tokens.json",
+    "max_seq_len": 512,
+}
+_QWEN = {
+    "_component_": "torchtune.models.qwen2_5.qwen2_5_tokenizer",
+    "path": "base/vocab.json",
+    "merges_file": "base/merges.txt",
+    "special_tokens_path": "base/special_tokens.json",
+}
+_COSINE = {
+    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "num_warmup_steps": 3,
+}
+_LORA = {
+    "_component_": "torchtune.models.llama3_2.lora_llama3_2_1b",
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+_TORCHTUNE: dict[str, Any] = {
+    "output_dir": "out",
+    "tokenizer": _LLAMA3,
+    "model": _LORA,
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "base",
+        "checkpoint_files": ["model.safetensors"],
+        "output_dir": "${output_dir}",
+        "model_type": "LLAMA3_2",
+    },
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3, "weight_decay": 0.01},
+    "lr_scheduler": _COSINE,
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    "metric_logger": {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": "${output_dir}/logs",
+    },
+    "resume_from_checkpoint": False,
+    "seed": 3,
+    "shuffle": True,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "epochs": 1,
+    "max_steps_per_epoch": None,
+    "clip_grad_norm": None,
+    "optimizer_in_bwd": False,
+    "enable_activation_checkpointing": False,
+    "compile": False,
+    "device": "cpu",
+    "dtype": "fp32",
+}
+
+
+def _of_torchtune(function: str, data: str, **options: Any) -> dict[str, Any]:
+    files = {"source": "json", "data_files": f"{data}/train.jsonl", "split": "train"}
+    return {"_component_": f"torchtune.datasets.{function}"} | files | options
+
+
+TORCHTUNE: dict[str, dict[str, Any]] = {
+    "instructions": {"dataset": _of_torchtune("alpaca_dataset", "tasks"), "epochs": 2},
+    "answers": {"dataset": _of_torchtune("alpaca_dataset", "tasks", train_on_input=False),
+                "tokenizer": _QWEN, "batch_size": 11, "epochs": 3},
+    "chats": {"dataset": _of_torchtune("chat_dataset", "messages", conversation_column="messages",
+                                       conversation_style="openai"),
+              "gradient_accumulation_steps": 11, "epochs": 3},
+    "system": {"dataset": _of_torchtune("chat_dataset", "talks", conversation_style="sharegpt",
+                                        conversation_column="conversations",
+                                        new_system_prompt="green river"),
+               "tokenizer": _QWEN, "batch_size": 11, "epochs": 4},
+    "questions": {"dataset": _of_torchtune("instruct_dataset", "answers", train_on_input=True,
+                                           column_map={"input": "question", "output": "answer"}),
+                  "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+                  "lr_scheduler": None},
+    "texts": {"dataset": _of_torchtune("text_completion_dataset", "texts"), "shuffle": False,
+              "tokenizer": _LLAMA3 | {"max_seq_len": 40}, "batch_size": 1},
+    "cut": {"dataset": _of_torchtune("chat_dataset", "messages", conversation_column="messages",
+                                     conversation_style="openai"),
+            "tokenizer": _LLAMA3 | {"max_seq_len": 80}, "batch_size": 22, "epochs": 5},
+    "pairs": {"dataset": _of_torchtune("preference_dataset", "compared"),
+              "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.2}},
+}  # fmt: skip
+"""Files of torchtune; `pairs` is trained by lora_dpo_single_device."""
 EXAMPLES = {
+    "torchtune": {name: _TORCHTUNE | keys for name, keys in TORCHTUNE.items()},
     "trl": {name: _TRL | keys for name, keys in TRL.items()},
     "llama_factory": {name: {"stage": "sft"} | _FACTORY | k for name, k in LLAMA_FACTORY.items()},
     "axolotl": {name: _AXOLOTL | keys for name, keys in AXOLOTL.items()},
@@ -215,5 +302,18 @@ def _data() -> dict[str, list[dict[str, Any]]]:
             for _ in range(RECORDS)
         ],
         "answers": [{"question": text(8), "answer": text(8)} for _ in range(RECORDS)],
+        "tasks": [
+            {"instruction": text(8), "input": text(4) if i % 3 else "", "output": text(8)}
+            for i in range(RECORDS)
+        ],
+        "talks": [
+            {"conversations": [{"from": "human", "value": text(6)},
+                               {"from": "gpt", "value": text(5)}]}
+            for _ in range(RECORDS)
+        ],
+        "compared": [
+            {name: [asked, said("assistant", 5)] for name in ("chosen", "rejected")}
+            for asked in (said("user", 6) for _ in range(RECORDS))
+        ],
     }  # fmt: skip
     return found

@@ -388,19 +388,19 @@ def _moved(offsets: Sequence[Span], by: int) -> list[Span]:
     return [(first + by, end + by) for first, end in offsets]
 
 
-def _turn_of(sample: Written, first: int) -> int:
-    """Start of the turn that a trained character belongs to."""
-    return max(start for start in sample.starts if start <= first)
+def _turn_of(sample: Written, end: int) -> int:
+    """Start of the turn that trained characters up to an end belong to."""
+    return max(start for start in sample.starts if start < end)
 
 
 def _without_turns(sample: Written, starts: Sequence[int]) -> Written:
-    trained = [span for span in sample.trained if _turn_of(sample, span[0]) not in starts]
+    trained = [span for span in sample.trained if _turn_of(sample, span[1]) not in starts]
     return sample._replace(trained=trained)
 
 
 def _turn_alone(sample: Written, start: int) -> Written:
     """The text up to the end of a turn, with the white space behind it."""
-    trained = [span for span in sample.trained if _turn_of(sample, span[0]) == start]
+    trained = [span for span in sample.trained if _turn_of(sample, span[1]) == start]
     end = trained[-1][1] if trained else start
     end = len(sample.whole) - len(sample.whole[end:].lstrip())
     return sample._replace(

@@ -78,7 +78,7 @@ class _Turn(NamedTuple):
     """End of the turn, its end token and the white space that the template writes behind it."""
     generated: list[Span]
     """Spans of the turn, and of the white space behind it, that the template marks; without marks,
-    the turn."""
+    the turn. With the header before it, if messages are learned."""
 
 
 class TurnFinder:
@@ -224,8 +224,22 @@ class TurnFinder:
         # of a turn may also occur elsewhere.
         for end in self._ends(text, start, stop):
             if whole.startswith((text + stop)[:end]):
-                return _found(start, end, marks, text + stop, whole)
+                turn = _found(start, end, marks, text + stop, whole)
+                return self._with_header(conversation, index, turn, text)
         return None
+
+    def _with_header(
+        self, conversation: "_Conversation", index: int, turn: _Turn, text: str
+    ) -> _Turn:
+        """Add to what is learned of a turn the header before it, if messages are learned."""
+        before = conversation.until(index)[0]
+        has_header = text.startswith(before) and len(before) < turn.start
+        if self._train_on != "messages" or not has_header or not turn.generated:
+            return turn
+        (first, end), *others = turn.generated
+        header = (len(before), end if first == turn.start else turn.start)
+        behind = others if first == turn.start else turn.generated
+        return turn._replace(generated=[header, *behind])
 
     def _starts(self, conversation: "_Conversation", numbers: Sequence[int]) -> list[int]:
         """Ends of the prompts of turns, of those that the conversation has behind their prompt."""
@@ -242,6 +256,7 @@ class TurnFinder:
         stop = self._stop(conversation, index)
         end = next(self._ends(text, start, stop))
         turn = _found(start, end, marks, text + stop, text + stop)
+        turn = self._with_header(conversation, index, turn, text)
         sample = conversation.written_until(index, turn.generated, stop)
         return sample._replace(weights=_weights(record, [index], [turn]), starts=[start])
 

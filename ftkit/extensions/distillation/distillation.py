@@ -4,7 +4,8 @@ For each label token the student learns the teacher's probabilities of all token
 and not only which token is written there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from ftkit.extensions.other_models.divergence import Direction, Divergence
 from ftkit.extensions.other_models.reference import TEACHER_HEAD, TEACHER_ROWS
 from ftkit.models.loss import HeadOutput
 from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term
-from ftkit.objectives.supervised import Supervised
+from ftkit.objectives.supervised import Supervised, own_probability
 
 
 class Distill(Objective):
@@ -32,6 +33,7 @@ class Distill(Objective):
     """
 
     needs_teacher = True
+    _further: Mapping[str, Any] = {}
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class Distill(Objective):
             temperature=self._temperature,
             cross_entropy_weight=self._sft_weight,
             weights=batch.get("weights"),
+            **self._further,
         )
 
     def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
@@ -77,3 +80,23 @@ class Distill(Objective):
         if self._sft_weight:
             return loss, divergence, cross_entropy
         return loss, cross_entropy
+
+
+class Asft(Distill):
+    """Anchored supervised fine-tuning: the loss of dft, close to a reference, the teacher.
+
+    The mean over the label tokens of a step of p CE + alpha KL(q, p'), in nats, with CE the
+    cross-entropy of a label, p its probability as a constant, and p' and q the distributions of
+    the model and of the reference. Zhu et al. 2025, "Anchored supervised fine-tuning",
+    https://arxiv.org/abs/2509.23753; the direction is that of LLaMA-Factory.
+    """
+
+    def __init__(self, *, alpha: float = 0.1) -> None:
+        """Choose the weight of the divergence."""
+        super().__init__(sft_weight=1.0)
+        self._further = {"divergence_weight": alpha, "token_weight": own_probability}
+
+    @property
+    def validated(self) -> Objective:
+        # As of dft, so that losses of runs compare.
+        return Supervised()

@@ -1,4 +1,4 @@
-"""The objective of distillation, with its options."""
+"""The objectives with a teacher, with their options."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +19,14 @@ class DistillOptions:
     """Weight of the cross-entropy of the given answers, per token, beside the divergence."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AsftOptions:
+    """Options of `objective: asft`."""
+
+    alpha: float = 0.1
+    """Weight of the KL divergence from the model that teacher names, beside the loss of dft."""
+
+
 ROWS = (
     ObjectiveRow(
         name="distill",
@@ -26,6 +34,14 @@ ROWS = (
         class_path="ftkit.extensions.distillation.distillation.Distill",
         options=DistillOptions,
         above_0=("temperature",),
+        shares_sequences=True,
+        needs_teacher=True,
+    ),
+    ObjectiveRow(
+        name="asft",
+        summary="answers as in dft, close to the model before training",
+        class_path="ftkit.extensions.distillation.distillation.Asft",
+        options=AsftOptions,
         needs_teacher=True,
     ),
 )

@@ -1,4 +1,4 @@
-"""Training files of other programs, read as recipes: axolotl, LLaMA-Factory, TRL."""
+"""Training files of other programs, read as recipes: axolotl, LLaMA-Factory, torchtune, TRL."""
 
 MOVED = {
     "ftkit.recipe.translation": "translation",

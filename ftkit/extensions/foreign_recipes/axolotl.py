@@ -6,6 +6,7 @@ from typing import Any
 
 from ftkit.extensions.foreign_recipes import trainer
 from ftkit.extensions.foreign_recipes.trainer import (
+    BY_LENGTH,
     COST,
     FILES,
     LAYOUT,
@@ -239,9 +240,9 @@ ROWS = rows_by_key(
           "is_llama_derived_model",
           "is_falcon_derived_model", "is_mistral_derived_model", "is_qwen_derived_model",
           "base_model_config", "tokenizer_use_fast", "tokenizer_legacy", "cls_model_config",
-          "tokenizer_use_mistral_common", "base_model_ignore_patterns", "num_labels",
-          "is_preprocess",
+          "tokenizer_use_mistral_common", "base_model_ignore_patterns", "is_preprocess",
           "torch_dtype", "lora_fan_in_fan_out"),
+    *idle("a reward model has one label, and classification is refused", "num_labels"),
     part("tokenizer_config", "text", "checkpoint_dir", None, "the tokenizer of the model"),
     part("revision_of_model", "text", "checkpoint_dir", None, "behind the name and @"),
     part("model_revision", "text", "checkpoint_dir", None, "another name of revision_of_model"),
@@ -348,11 +349,11 @@ ROWS = rows_by_key(
          "axolotl reads it only with datasets"),
     part("dataset_exact_deduplication", "flag", "data.drop_equal", False,
          "records are compared, in axolotl their tokens"),
-    *missing("batches of samples of similar length", "group_by_length"),
+    *idle(BY_LENGTH, "group_by_length"),
     *missing("dropping the last incomplete batch", "dataloader_drop_last"),
     *missing("a limit of prompts beside that of samples", "max_prompt_len"),
-    *missing("training in the order of the file", "curriculum_sampling",
-             "sample_packing_sequentially"),
+    part("curriculum_sampling", "flag", "data.shuffle", False, "the order of the file"),
+    *missing("rows packed in the order of the file", "sample_packing_sequentially"),
     *idle("ftkit shuffles all sources together", "shuffle_merged_datasets",
           "shuffle_before_merging_datasets"),
     part("tokens", "texts", "data.add_tokens", None, "new rows begin as the mean of the others"),
@@ -444,6 +445,11 @@ def _finish(r: Reading) -> None:
     if r.has("base_model"):
         key = "model_revision" if r.has("model_revision") else "revision_of_model"
         r.set(checkpoint_dir=trainer.of_version(r, key, r["base_model"]))
+    if not r["reward_model"]:
+        if r.has("num_labels"):
+            r.refuse("num_labels", "classification, with a head of labels")
+        if "Classification" in str(r["model_type"]):
+            r.refuse("model_type", "classification, with a head of labels")
     trainer.from_scratch(r, "reinit_weights", is_adapter=r["adapter"] not in OFF)
     _adapter(r)
     _precision(r)
@@ -752,6 +758,8 @@ def _data(r: Reading) -> None:
             r.tell(
                 "tokens: new rows begin as the mean of the others, in axolotl with random numbers"
             )
+    if r["curriculum_sampling"]:
+        options["shuffle"] = False
     if r.has("chat_template_kwargs"):
         options["chat_template_kwargs"] = r.recipe.pop("data.chat_template_kwargs")
     r.recipe["data"] = {"class_path": "JSON", "init_args": options}

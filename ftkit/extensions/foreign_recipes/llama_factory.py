@@ -170,7 +170,7 @@ ROWS = rows_by_key(
         harmless=(None, True)),
     *missing("mixing of data sets by probabilities", "mix_strategy", harmless=("concat",)),
     *missing("mixing of data sets by probabilities", "interleave_probs"),
-    *missing("training in the order of the file", "disable_shuffling"),
+    part("disable_shuffling", "flag", "data.shuffle", False, "the order of the file"),
     part("add_tokens", "names", "data.add_tokens", None,
          "new rows begin as the mean of the others"),
     part("resize_vocab", "flag", "data.add_tokens", False, "with add_tokens"),
@@ -190,8 +190,10 @@ ROWS = rows_by_key(
     *missing("LLaMA-Pro", "use_llama_pro"),
     *missing("GaLore", "use_galore"), *missing("APOLLO", "use_apollo"),
     *missing("BAdam", "use_badam"), *missing("Adam-mini", "use_adam_mini"),
-    part("use_muon", "flag", "optimizer", False, "torch.optim.Muon"), *missing("ASFT",
-         "use_asft_loss"),
+    part("use_muon", "flag", "optimizer", False, "torch.optim.Muon"),
+    part("use_asft_loss", "flag", ("objective", "teacher"), False,
+         "asft; its reference is ref_model or the model itself"),
+    part("asft_alpha", "number>=0", "objective.alpha", 0.1, ""),
     part("fp8", "flag", "float8", False,
          "in full fine-tuning, with a scale for each token and row"),
     *missing("KTransformers: adapters of experts on CPUs", "use_kt"),
@@ -212,7 +214,7 @@ ROWS = rows_by_key(
     *idle("see the key that switches it on", "galore_layerwise", "galore_target", "galore_rank",
           "galore_scale", "galore_update_interval", "apollo_layerwise", "apollo_target",
           "apollo_rank", "apollo_scale", "apollo_scale_type", "badam_mode", "badam_switch_mode",
-          "badam_switch_interval", "badam_verbose", "asft_alpha", "fp8_backend",
+          "badam_switch_interval", "badam_verbose", "fp8_backend",
           "fp8_enable_fsdp_float8_all_gather", "galore_proj_type", "apollo_proj",
           "apollo_proj_type", "apollo_update_interval", "apollo_scale_front", "badam_start_block",
           "badam_update_ratio", "badam_mask_mode",
@@ -314,11 +316,15 @@ def _objective(r: Reading) -> None:
     stage = r["stage"]
     if stage == "ppo":
         r.refuse("stage", "online RL")
+    elif stage not in ("sft", "pt", *_OBJECTIVES):
+        r.refuse("stage", f"the stage {stage}")
     if stage == "sft":
         name = "dft" if r["use_dft_loss"] else "eaft" if r["use_eaft_loss"] else None
         if name is not None:
             alpha = {"alpha": r["eaft_alpha"]} if name == "eaft" else {}
             r.recipe["objective"] = {"class_path": name, "init_args": alpha}
+        elif r["use_asft_loss"]:
+            _anchor(r)
     if stage not in _OBJECTIVES:
         return
     name, beta = _OBJECTIVES[stage], r["pref_beta"]
@@ -351,6 +357,15 @@ def _objective(r: Reading) -> None:
     r.recipe["objective"] = {"class_path": name, "init_args": options}
 
 
+def _anchor(r: Reading) -> None:
+    r.recipe["objective"] = {"class_path": "asft", "init_args": {"alpha": r["asft_alpha"]}}
+    r.set(teacher=_named(r, r["ref_model"] or r["model_name_or_path"] or ""))
+    r.tell(
+        "use_asft_loss: LLaMA-Factory takes the mean over the tokens of each micro-batch, ftkit "
+        "over those of the step"
+    )
+
+
 def _data(r: Reading) -> None:
     options: dict[str, Any] = {}
     stage, name = r["stage"], r["template"]
@@ -381,6 +396,9 @@ def _data(r: Reading) -> None:
         size = 0.05
     options["val_split_fraction"] = size
     trainer.held_out(r, "val_size", size, others=r.has("eval_dataset"))
+    trainer.in_order(r, options)
+    if r["disable_shuffling"]:
+        options["shuffle"] = False
     options |= _new_tokens(r)
     sources = _sources(r, r["dataset"], options)
     if r.has("eval_dataset"):

@@ -30,6 +30,11 @@ ROWS = (
         program="ftkit.extensions.foreign_recipes.llama_factory_v1:LLAMA_FACTORY_V1",
     ),
     Reader(
+        name="torchtune",
+        marks=(frozenset({"tokenizer", "checkpointer"}),),
+        program="ftkit.extensions.foreign_recipes.torchtune:TORCHTUNE",
+    ),
+    Reader(
         name="axolotl",
         marks=(
             frozenset({"base_model", "datasets"}),

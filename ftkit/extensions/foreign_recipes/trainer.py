@@ -28,6 +28,7 @@ COST = "affects time and memory, never what is learned"
 LAYOUT = "how devices share the work never changes what is learned: --strategy, --devices"
 SHOWN = "ftkit shows and keeps every step"
 FILES = "a matter of files"
+BY_LENGTH = "it saves padding, of which there is none here, and is another order of samples"
 
 
 SCHEDULES = {
@@ -171,8 +172,9 @@ ROWS: list[Row] = [
     *missing("evaluation by generated answers of the Trainer", "predict_with_generate",
              "do_predict"),
     *missing("dropping the last incomplete batch", "dataloader_drop_last"),
-    *missing("batches of samples of similar length", "group_by_length"),
-    *missing("another order of samples", "train_sampling_strategy", harmless=("random",)),
+    *idle(BY_LENGTH, "group_by_length"),
+    part("train_sampling_strategy", "text", "data.shuffle", "random",
+         "random, sequential; group_by_length is random here, where nothing is padded"),
     *missing("settings of the schedule", "lr_scheduler_kwargs"),
     *missing("settings of the optimizer", "optim_args", "optim_target_modules"),
     *missing("averaging the devices' losses without their tokens", "average_tokens_across_devices",
@@ -359,19 +361,40 @@ def checkpoints(reading: Reading) -> None:
     reading.set(checkpoint__result="best" if reading["load_best_model_at_end"] else None)
 
 
-def float8(r: Reading, *, is_adapter: bool, scales: str) -> None:
+def float8(r: Reading, *, is_adapter: bool, scales: str | None, key: str = "fp8") -> None:
     """Set products in float8.
 
     Args:
         r: the file.
         is_adapter: whether an adapter is trained.
-        scales: what the program scales.
+        scales: what the program scales; None: what ftkit does.
+        key: that asks for it.
     """
-    if r["fp8"] and is_adapter:
-        r.refuse("fp8", "FP8 training of adapters")
-    elif r["fp8"]:
+    if r[key] and is_adapter:
+        r.refuse(key, "FP8 training of adapters")
+    elif r[key]:
         r.set(float8=True)
-        r.tell(f"fp8: ftkit scales each token and each row of a weight, and not {scales}")
+        if scales is not None:
+            r.tell(
+                f"{key}: ftkit scales each token and each row of a weight, and not {scales}: a "
+                "scale of a whole tensor would change losses with the micro-batch, by 1.5e-4 where "
+                "it was tried"
+            )
+
+
+def in_order(r: Reading, options: dict[str, Any], *, default: str = "random") -> None:
+    """Set the order of samples from train_sampling_strategy.
+
+    Args:
+        r: the file.
+        options: of the data, to which it is added.
+        default: order without the key.
+    """
+    kind = r.values.get("train_sampling_strategy", default)
+    if kind == "sequential":
+        options["shuffle"] = False
+    elif kind not in ("random", "group_by_length"):
+        r.refuse("train_sampling_strategy", f"the order {kind} of samples")
 
 
 def from_scratch(reading: Reading, key: str, *, is_adapter: bool) -> None:

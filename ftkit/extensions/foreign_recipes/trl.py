@@ -123,7 +123,7 @@ KTO_ROWS = rows_by_key(
     part("desirable_weight", "number>=0", "objective.desirable_weight", 1.0, ""),
     part("undesirable_weight", "number>=0", "objective.undesirable_weight", 1.0, ""),
     part("loss_type", "text", "objective", "kto", "kto"),
-    *missing("another order of samples", "train_sampling_strategy", harmless=("sequential",)),
+    part("train_sampling_strategy", "text", "data.shuffle", "sequential", "random, sequential"),
 )
 REWARD_ROWS = rows_by_key(
     _SHARED,
@@ -204,7 +204,6 @@ def _finish_kto(r: Reading) -> None:
     if not r["use_peft"]:
         r.set(reference=r.recipe.get("checkpoint_dir"))
     _drop_nothing(r)
-    r.tell("train_sampling_strategy: trl kto trains in the order of the file; ftkit shuffles")
     r.tell(
         "per_device_train_batch_size: TRL has a reference point for each batch of a device, ftkit "
         "one for the step"
@@ -290,6 +289,7 @@ def _data(r: Reading) -> dict[str, Any]:
     trainer.held_out(r, "test_split_size", share, others=has_split)
     if r.has("chat_template_path"):
         options["chat_template"] = r["chat_template_path"]
+    trainer.in_order(r, options, default=r.rows["train_sampling_strategy"].default)
     # An empty option is one that the recipe leaves to the data.
     options = {key: value for key, value in options.items() if value is not None}
     r.recipe["data"] = {"class_path": "JSON", "init_args": options}

@@ -23,6 +23,7 @@ from ftkit.extensions.litgpt.architecture import LitgptArchitecture, OutlineOfGp
 from ftkit.models.bodies.attention import (
     AttentionKernel,
     AttentionLayer,
+    FixedRow,
     KeyValueCache,
     Scores,
     Sequences,
@@ -135,7 +136,7 @@ class LitgptBody(OutlineOfGpt, Body):
     def hidden(
         self,
         input_ids: Tensor,
-        lengths: Sequence[int] | None,
+        lengths: Sequence[int] | FixedRow | None,
         kernel: AttentionKernel,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:

@@ -57,7 +57,8 @@ class ModelInMemory(RunCompanion):
         self._frozen: Frozen | None = None
 
     def path(self, own: AttentionPath) -> AttentionPath:
-        return common_path(own, planned_path(self._base.architecture.attention, self._plan))
+        traits, whose = self._base.architecture.attention, self._base.name
+        return common_path(own, planned_path(traits, self._plan, whose=whose))
 
     def identify(self) -> None:
         self.identity = beside_identity(self._beside, self._base, self._start)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.models.loss import Head, HeadOutput, OutputLayer, autocast_dtype
-from ftkit.models.token_losses import in_cache, log_probabilities
+from ftkit.models.token_losses import TokenWeight, in_cache, log_probabilities
 
 Direction = Literal["forward", "reverse"]
 
@@ -77,6 +77,8 @@ class Divergence(HeadOutput):
         temperature: float,
         cross_entropy_weight: float,
         weights: Tensor | None = None,
+        divergence_weight: float = 1.0,
+        token_weight: TokenWeight | None = None,
     ) -> None:
         """Choose the divergence.
 
@@ -88,7 +90,11 @@ class Divergence(HeadOutput):
                 its square, so that gradients keep their size.
             cross_entropy_weight: of the labels' cross-entropy, which has no temperature.
             weights: [n] float32, factors of the tokens; None: 1 each.
+            divergence_weight: of the divergence in the loss.
+            token_weight: factor of the cross-entropy of each label in the loss, which has no
+                gradient, from log-probabilities without temperature and labels; None: 1 each.
         """
+        self._divergence_weight, self._token_weight = divergence_weight, token_weight
         self._teacher, self._teacher_rows, self._weights = teacher, teacher_rows, weights
         self._direction, self._temperature = direction, temperature
         self._cross_entropy_weight = cross_entropy_weight
@@ -122,6 +128,8 @@ class Divergence(HeadOutput):
             direction=self._direction,
             temperature=self._temperature,
             cross_entropy_weight=self._cross_entropy_weight,
+            divergence_weight=self._divergence_weight,
+            token_weight=self._token_weight,
         )
         columns = wanted, weights, teacher(teacher_rows)
         return in_cache(compute, logits, *columns) if on_cpu else compute(logits, *columns)
@@ -141,7 +149,11 @@ class Divergence(HeadOutput):
         divergence = F.kl_div(under, over, reduction="none", log_target=True).sum(1)
         divergence = divergence * temperature**2
         cross_entropy = F.cross_entropy(logits, wanted.squeeze(1), reduction="none")
-        loss = divergence + self._cross_entropy_weight * cross_entropy
+        factor: float | Tensor = self._cross_entropy_weight
+        if self._token_weight is not None:
+            plain = log_probabilities(logits.detach(), None)
+            factor = factor * self._token_weight(plain, wanted).squeeze(1)
+        loss = self._divergence_weight * divergence + factor * cross_entropy
         return torch.stack([loss, divergence, cross_entropy], dim=1) * weights
 
 
@@ -156,6 +168,8 @@ def divergence_and_grad(
     direction: Direction,
     temperature: float,
     cross_entropy_weight: float,
+    divergence_weight: float = 1.0,
+    token_weight: TokenWeight | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums as `Divergence` has them, and the gradient of the first in the dtype of the logits.
 
@@ -169,12 +183,16 @@ def divergence_and_grad(
         direction: see `Divergence`.
         temperature: see `Divergence`.
         cross_entropy_weight: see `Divergence`.
+        divergence_weight: see `Divergence`.
+        token_weight: see `Divergence`.
     """
     own = log_probabilities(logits, softcap, temperature)
-    if temperature == 1:
-        cross_entropy = -own.gather(1, wanted)
-    else:
-        cross_entropy = -log_probabilities(logits, softcap).gather(1, wanted)
+    plain = own if temperature == 1 else log_probabilities(logits, softcap)
+    cross_entropy = -plain.gather(1, wanted)
+    factor: float | Tensor = cross_entropy_weight
+    if token_weight is not None:
+        factor = factor * token_weight(plain, wanted)
+    del plain
     other = log_probabilities(teacher, teacher_softcap, temperature)
     # Differences of logarithms, in place from here on: a small divergence would be lost in the
     # rounding of two large entropies.
@@ -191,15 +209,14 @@ def divergence_and_grad(
     del own, other
     divergence *= temperature**2
     # The other factor of the temperature went with the derivative of logits / temperature.
-    grad *= temperature
+    grad *= temperature * divergence_weight
     if cross_entropy_weight:
-        grad.add_(log_probabilities(logits, softcap).exp_(), alpha=cross_entropy_weight)
-        label = torch.full_like(wanted, -cross_entropy_weight, dtype=grad.dtype)
-        grad.scatter_add_(1, wanted, label)
+        grad.add_(log_probabilities(logits, softcap).exp_().mul_(factor))
+        grad.scatter_add_(1, wanted, -factor * torch.ones_like(wanted, dtype=grad.dtype))
     grad *= weights
     if softcap:
         # Derivative of softcap * tanh(x / softcap).
         grad *= 1 - torch.tanh(logits.float() / softcap).square_()
-    loss = divergence + cross_entropy_weight * cross_entropy
+    loss = divergence_weight * divergence + factor * cross_entropy
     sums = (torch.cat([loss, divergence, cross_entropy], dim=1) * weights).sum(0)
     return sums, grad if logits.dtype == grad.dtype else logits.copy_(grad)

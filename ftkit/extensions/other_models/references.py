@@ -172,7 +172,7 @@ def reference_model(
         adapter: values of an adapter with which training begins.
     """
     recipe, architecture = plan.recipe, base.architecture
-    path = planned_path(architecture.attention, plan)
+    path = planned_path(architecture.attention, plan, whose=base.name)
 
     def load(progress: OnProgress) -> AbstractContextManager[LanguageModel]:
         model = outline_frozen(base, plan)

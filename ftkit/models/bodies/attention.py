@@ -70,8 +70,15 @@ def attention_path(
     return "varlen" if kernel == "flash" else "sdpa per sequence"
 
 
-def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
+def planned_path(
+    traits: AttentionTraits, plan: Plan, *, whose: str = "this model"
+) -> AttentionPath:
     """Choose the layout of micro-batches for a model's attention in a run.
+
+    Args:
+        traits: of the model's attention.
+        plan: of the run.
+        whose: the model, in a message.
 
     Raises:
         UserError: as `attention_path`.
@@ -80,7 +87,7 @@ def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
         return "padded"
     padding_free = plan.recipe.train.padding_free
     if plan.mesh.context > 1:
-        _require_shared_rows(traits, plan.mesh.context)
+        _require_shared_rows(traits, plan.mesh.context, whose)
         padding_free = True  # only rows are shared
     return attention_path(
         traits,
@@ -91,7 +98,7 @@ def planned_path(traits: AttentionTraits, plan: Plan) -> AttentionPath:
     )
 
 
-def _require_shared_rows(traits: AttentionTraits, ranks: int) -> None:
+def _require_shared_rows(traits: AttentionTraits, ranks: int, whose: str) -> None:
     """Refuse a model whose rows of tokens ranks cannot share.
 
     Raises:
@@ -99,13 +106,13 @@ def _require_shared_rows(traits: AttentionTraits, ranks: int) -> None:
     """
     if not traits.shares_rows:
         raise UserError(
-            f"strategy.context is {ranks}, but ranks cannot share the sequences of this model: it "
+            f"strategy.context is {ranks}, but ranks cannot share the sequences of {whose}: it "
             "computes padded micro-batches only, or mixes tokens in other layers than attention, "
             "such as convolutions or states. Try --strategy.context 1."
         )
     if traits.common_heads % ranks:
         raise UserError(
-            f"strategy.context is {ranks}, but the attention of this model has layers of "
+            f"strategy.context is {ranks}, but the attention of {whose} has layers of "
             f"{traits.common_heads} heads or a multiple of them, and each rank needs equally many. "
             f"Try --strategy.context {math.gcd(traits.common_heads, ranks)}."
         )
@@ -133,6 +140,25 @@ def attention_kernel(
     return "flash" if has_flash and takes else "sdpa"
 
 
+class FixedRow:
+    """Sequences in a row whose starts and positions lie in memory that never moves.
+
+    A recorded pass reads there what each micro-batch has written.
+    """
+
+    # No dataclass: Fabric looks into those that a model is given.
+
+    def __init__(self, starts: Tensor, places: Tensor, longest: int) -> None:
+        """Name the memory.
+
+        Args:
+            starts: as of `Sequences`.
+            places: [tokens] int64, the position of each token in its sequence.
+            longest: tokens of the longest sequence that there may be.
+        """
+        self.starts, self.places, self.longest = starts, places, longest
+
+
 Blocks = tuple[tuple[tuple[int, int], ...], ...]
 """For each sequence, spans [first, end) whose tokens also see the later ones of their span."""
 
@@ -150,12 +176,14 @@ class Sequences:
     variable lengths; None: it is not used."""
     exchange: Exchange | None = None
     """With the ranks that have the other pieces of the row; None: it is here, all of it."""
+    places: Tensor | None = None
+    """[tokens] int64, their positions on the device; None: they follow from the lengths."""
 
     @classmethod
     def of(
         cls,
         input_ids: Tensor,
-        lengths: Iterable[int] | None,
+        lengths: Iterable[int] | FixedRow | None,
         kernel: AttentionKernel,
         exchange: Exchange | None = None,
     ) -> Self:
@@ -172,6 +200,8 @@ class Sequences:
         if lengths is None:
             batch, length = input_ids.shape
             return cls((length,) * batch, kernel)
+        if isinstance(lengths, FixedRow):
+            return cls((lengths.longest,), kernel, lengths.starts, places=lengths.places)
         starts, known = None, tuple(lengths)
         # Other kernels never read them, and a copy to the device would be for nothing.
         if kernel == "flash":
@@ -182,6 +212,8 @@ class Sequences:
 
     def positions(self, device: torch.device) -> Tensor:
         """Return [tokens here] int64: the position of each token in its sequence."""
+        if self.places is not None:
+            return self.places
         places = np.concatenate([np.arange(n) for n in self.lengths])
         if self.exchange is not None:
             places = places[self.exchange.piece.span(len(places))]

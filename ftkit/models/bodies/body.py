@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ftkit.models.bodies.attention import AttentionKernel
+from ftkit.models.bodies.attention import AttentionKernel, FixedRow
 from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.bodies.experts import FusedExperts
 from ftkit.models.routing import RouterLoss, Routing
@@ -154,7 +154,7 @@ class Body(nn.Module, ABC):
     def hidden(
         self,
         input_ids: Tensor,
-        lengths: Sequence[int] | None,
+        lengths: Sequence[int] | FixedRow | None,
         kernel: AttentionKernel,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:

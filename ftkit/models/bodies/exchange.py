@@ -3,6 +3,9 @@
 Every layer but attention computes each token by itself, so that a rank may have any piece of a row.
 Before attention, ranks give away tokens of most heads and get all tokens of the others; after it,
 they change back. Jacobs et al. 2023 (DeepSpeed-Ulysses), https://arxiv.org/abs/2309.14509.
+
+Nothing overlaps with it: when attention is called, the projections, which are modules of
+transformers, have ended. Bodies of our own, one for each family, would cost more than they save.
 """
 
 import math

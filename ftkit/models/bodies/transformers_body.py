@@ -31,6 +31,7 @@ from ftkit.models.architectures.transformers_outline import (
 from ftkit.models.bodies.attention import (
     AttentionKernel,
     Blocks,
+    FixedRow,
     KeyValueCache,
     Scores,
     Sequences,
@@ -243,7 +244,7 @@ class TransformersBody(Body):
     def hidden(
         self,
         input_ids: Tensor,
-        lengths: Sequence[int] | None,
+        lengths: Sequence[int] | FixedRow | None,
         kernel: AttentionKernel,
         media: Mapping[str, Any] | None = None,
     ) -> Tensor:

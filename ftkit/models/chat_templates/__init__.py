@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-TrainOn = Literal["assistant", "last", "all"]
-"""Tokens that carry loss: every turn of the assistant, only its last turn, or all tokens."""
+TrainOn = Literal["assistant", "last", "all", "messages"]
+"""Tokens that carry loss: every turn of the assistant, only its last turn, all tokens, or every
+message of the assistant, which is a turn with the header before it."""
 
 Reasoning = Literal["split", "refuse"]
 """Handling of conversations whose later turns change how earlier ones are rendered."""

@@ -10,7 +10,7 @@ from ftkit.utils.finite_numbers import lowest
 from ftkit.utils.json_values import from_json
 
 _Sums = dict[str, float]
-StepPart = Literal["data", "forward", "backward", "optimizer", "other"]
+StepPart = Literal["data", "forward", "backward", "recorded", "optimizer", "other"]
 PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "optimizer", "other")
 
 
@@ -45,8 +45,8 @@ class StepRecord:
     parts_s: dict[StepPart, float]
     """Parts of duration_s; {}: not known."""
     compiled_graphs: int | None = None
-    """Graphs that torch.compile or the device compiled in it, on this rank; None: nothing is
-    compiled."""
+    """Graphs that torch.compile or the device compiled in it, or that were recorded, on this rank;
+    None: nothing is compiled or recorded."""
 
 
 class ThroughputMeter:
@@ -107,7 +107,8 @@ class ThroughputMeter:
         if is_slowed or self._steps < self.skip_steps:
             self._apart[self._steps] = step
         self._steps += 1
-        self._sums = {name: self._sums.get(name, 0) + value for name, value in step.items()}
+        # A part may be missing in some steps: what is recorded later has no time yet.
+        self._sums |= {name: self._sums.get(name, 0) + value for name, value in step.items()}
 
     @property
     def at_full_speed(self) -> bool:

@@ -150,6 +150,8 @@ class StepTimes:
     """Forward passes of all micro-steps, loss included."""
     backward: float | None = None
     """Backward passes of all micro-steps, gradient exchange included."""
+    recorded: float | None = None
+    """Replays of recorded micro-steps, forward and backward; None: none is recorded."""
     optimizer: float | None = None
     """Clipping and update."""
     other: float | None = None
@@ -177,8 +179,8 @@ class Throughput:
     micro_steps_per_step: float | None = None
     """Forward and backward passes of one rank per step, in the mean."""
     compiled_graphs: int | None = None
-    """Graphs that torch.compile made in the training steps of rank 0; those steps lie outside the
-    window. None: nothing is compiled."""
+    """Graphs that torch.compile made or that were recorded in the training steps of rank 0; those
+    steps lie outside the window. None: nothing is compiled or recorded."""
     rank_imbalance: float | None = None
     """Tokens of the fullest rank relative to the mean rank, averaged over the steps; 1 is perfect.
     None: there is one rank."""
@@ -192,6 +194,23 @@ class Throughput:
     power; None: unknown."""
     cpu_utilization: float | None = None
     """Mean fraction of all hardware threads that this run's processes kept busy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedSteps:
+    """Micro-steps that are recorded once and replayed, with train.record_steps, of rank 0."""
+
+    shapes: int
+    """Shapes of micro-batches that were recorded, once each."""
+    recording_s: float
+    """Seconds that recording took."""
+    micro_steps: int
+    """Micro-steps of the session, recorded or not."""
+    replayed: int
+    """Those that were replays."""
+    filled_fraction: float | None
+    """Share of the positions in micro-batches of these shapes that only fill them up; None: there
+    was no such micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -619,6 +638,8 @@ class Report:
     """Tokens trained on."""
     throughput: Throughput | None = None
     """Speed of training."""
+    recorded_steps: RecordedSteps | None = None
+    """Micro-steps that are replayed; None: none may be recorded."""
     expert_load: ExpertLoad | None = None
     """Choices of each expert; None: there are no experts, or it is not known."""
     peak_memory: PeakMemory | None = None

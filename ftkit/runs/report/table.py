@@ -25,6 +25,7 @@ from ftkit.runs.report.report import (
     PeakMemory,
     PhaseName,
     Progress,
+    RecordedSteps,
     Report,
     Resolved,
     Restart,
@@ -164,6 +165,8 @@ def measured_rows(report: Report) -> Iterator[tuple[str, str]]:
             halved = f"halved {count_text(report.micro_batch_halved, 'time')}, as memory ran out"
             text = _micro_batches_text(report.throughput, report.resolved)
             yield "micro-batches", _joined((text, halved * bool(report.micro_batch_halved)))
+    if report.recorded_steps:
+        yield "recorded steps", _recorded_text(report.recorded_steps)
     if report.step_s:
         parts = dataclasses.asdict(report.step_s)
         yield "step", _parts_text(parts.pop("total"), parts)
@@ -334,6 +337,15 @@ def _parts_text(total: float | None, parts: dict[str, float | None]) -> str:
     """A time and what it consists of: "4.2 s: data 1 ms, forward 1.2 s"."""
     known = _joined(f"{k} {duration_text(v)}" for k, v in parts.items() if v is not None)
     return ": ".join(filter(None, (duration_text(total) if total is not None else "", known)))
+
+
+def _recorded_text(found: RecordedSteps) -> str:
+    """What was recorded and replayed: "3 shapes in 1.2 s, 87 % of micro-steps replayed"."""
+    shapes = f"{count_text(found.shapes, 'shape')} in {duration_text(found.recording_s)}"
+    share = found.replayed / found.micro_steps if found.micro_steps else 0.0
+    fillers = found.filled_fraction
+    text = fillers is not None and f"{percent_text(fillers)} of their positions filled up"
+    return _joined((shapes, f"{percent_text(share)} of micro-steps replayed", text))
 
 
 def _micro_batches_text(speed: Throughput, resolved: Resolved) -> str:

@@ -51,9 +51,14 @@ def rendering(
     return made
 
 
-def brackets(source: str, tokenizer: Tokenizer, *messages: dict[str, Any]) -> list[str] | str:
+def brackets(
+    source: str,
+    tokenizer: Tokenizer,
+    *messages: dict[str, Any],
+    train_on: TrainOn = "assistant",
+) -> list[str] | str:
     """The samples of a conversation with brackets around what carries loss, or why it has none."""
-    made = rendering(source, tokenizer, {"messages": list(messages)})
+    made = rendering(source, tokenizer, {"messages": list(messages)}, train_on)
     return made.refused or [marked(sample, tokenizer) for sample in made.samples]
 
 
@@ -309,6 +314,30 @@ def test_a_mark_is_cut_to_its_turn_that_holds_as_well(
 ) -> None:
     first, second = (f"<|assistant|>\n{text}" for text in expected)
     assert brackets(of_turns(turn), tokenizer, *CONVERSATION) == [ASKED + first + TOLD + second]
+
+
+@pytest.mark.parametrize(
+    ("turn", "end"),
+    [
+        pytest.param(HEADER + ANSWER, "⟧\n", id="no marks"),
+        pytest.param(
+            HEADER + "{% generation %}" + ANSWER + "{% endgeneration %}", "\n⟧", id="marks"
+        ),
+        pytest.param(
+            "{% generation %}" + HEADER + ANSWER + "{% endgeneration %}", "\n⟧", id="the header"
+        ),
+        pytest.param(
+            HEADER + "{{ '> ' }}{% generation %}" + ANSWER + "{% endgeneration %}",
+            "\n⟧",
+            id="a text before the mark",
+        ),
+    ],
+)
+def test_messages_are_learned_with_their_headers(turn: str, end: str, tokenizer: Tokenizer) -> None:
+    found = brackets(of_turns(turn), tokenizer, *CONVERSATION, train_on="messages")
+    between = "⟧> ⟦" if "> " in turn else ""
+    first, second = (f"⟦<|assistant|>\n{between}{text}<|end|>{end}" for text in ("Red.", "Blue."))
+    assert found == [ASKED + first + TOLD + second]
 
 
 def test_a_mark_around_everything_teaches_turns_alone(tokenizer: Tokenizer) -> None:

@@ -19,7 +19,7 @@ from transformers_models import make_transformers_model
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import SampleSet
-from ftkit.extensions.distillation.distillation import Distill
+from ftkit.extensions.distillation.distillation import Asft, Distill
 from ftkit.extensions.other_models.divergence import FrozenHead
 from ftkit.extensions.other_models.reference import TEACHER_HEAD, TEACHER_ROWS, Teacher
 from ftkit.extensions.other_models.second_model import check_context, check_logits, check_tokens
@@ -43,7 +43,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sft_weight": 0.7,
     },
     "forward, with answers": {"sft_weight": 0.7},
+    "asft": {"alpha": 0.3},
 }
+
+
+def objective_of(name: str) -> Distill:
+    return (Asft if name == "asft" else Distill)(**OPTIONS[name])
 
 
 def make_head(width: int, softcap: float | None, seed: int) -> Head:
@@ -89,8 +94,8 @@ def terms_and_gradients(
 
 def expected_loss(
     student: Head, teacher: Head, hidden: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Divergence and cross-entropy, summed with weights, as one would write them down."""
+) -> tuple[Tensor, ...]:
+    """Loss, divergence and cross-entropy, summed with weights, as one would write them down."""
     logits = student(hidden, torch.arange(LABELS), None)
     others = teacher(ROWS[None], torch.arange(LABELS), None).detach()
     t = options.get("temperature", 1.0)
@@ -98,7 +103,10 @@ def expected_loss(
     p, q = (own, other) if options.get("divergence") == "reverse" else (other, own)
     divergence = t**2 * (p * (p.log() - q.log())).sum(1)
     cross_entropy = F.cross_entropy(logits.double(), TARGETS, reduction="none")
-    return (divergence * WEIGHTS).sum(), (cross_entropy * WEIGHTS).sum()
+    loss = divergence + options.get("sft_weight", 0) * cross_entropy
+    if "alpha" in options:
+        loss = options["alpha"] * divergence + (-cross_entropy.detach()).exp() * cross_entropy
+    return tuple((one * WEIGHTS).sum() for one in (loss, divergence, cross_entropy))
 
 
 @pytest.mark.parametrize("capped", [False, True])
@@ -107,13 +115,12 @@ def test_the_loss_is_its_formula(name: str, capped: bool) -> None:
     student, teacher = (CAPPED, CAPPED_TEACHER) if capped else (STUDENT, TEACHER)
     options = OPTIONS[name]
     hidden = HIDDEN.clone().requires_grad_()
-    divergence, cross_entropy = expected_loss(student, teacher, hidden, options)
-    loss = divergence + options.get("sft_weight", 0) * cross_entropy
+    loss, divergence, cross_entropy = expected_loss(student, teacher, hidden, options)
     values = loss.item(), divergence.item(), cross_entropy.item()
     expected = torch.autograd.grad(loss, [hidden, *student.parameters()])
     for on_cpu in (False, True):
         found, gradients = terms_and_gradients(
-            Distill(**options), student, teacher, range(LABELS), on_cpu=on_cpu
+            objective_of(name), student, teacher, range(LABELS), on_cpu=on_cpu
         )
         assert found["loss"] == pytest.approx(values[0], rel=1e-5)
         assert found["cross_entropy"] == pytest.approx(values[2], rel=1e-5)
@@ -124,7 +131,7 @@ def test_the_loss_is_its_formula(name: str, capped: bool) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sums_and_gradients_do_not_depend_on_micro_batches(name: str) -> None:
-    objective = Distill(**OPTIONS[name])
+    objective = objective_of(name)
     whole, of_whole = terms_and_gradients(objective, STUDENT, TEACHER, range(LABELS))
     parts = [terms_and_gradients(objective, STUDENT, TEACHER, labels) for labels in HALVES]
     for term, value in whole.items():
@@ -135,7 +142,7 @@ def test_sums_and_gradients_do_not_depend_on_micro_batches(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_adapted_head_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    objective = Distill(**OPTIONS[name])
+    objective = objective_of(name)
     fused = terms_and_gradients(objective, CAPPED, CAPPED_TEACHER, range(LABELS))
     monkeypatch.setattr(Head, "fuses", lambda head, rows: False)
     monkeypatch.setattr("ftkit.models.loss.rows_at_once", lambda vocabulary: 7)

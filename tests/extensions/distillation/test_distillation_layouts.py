@@ -34,6 +34,7 @@ from ftkit.runs.report.table import summary_text
 pytestmark = pytest.mark.slow
 Changes = tuple[tuple[str, Any], ...]
 STAGE_3 = (("strategy.stage", 3),)
+SHARED = (("strategy.context", 2),)
 SHARDED = (("memory.shard_model_beside", True),)
 STRATEGIES: dict[str, tuple[str, Changes]] = {
     "ddp": ("ddp", ()),
@@ -41,13 +42,16 @@ STRATEGIES: dict[str, tuple[str, Changes]] = {
     "fsdp": ("fsdp", ()),
     "ZeRO-2, sharded teacher": ("deepspeed", (("strategy.stage", 2), *SHARDED)),
     "ZeRO-3": ("deepspeed", STAGE_3),
+    "ddp, shared sequences": ("ddp", SHARED),
+    "fsdp, shared sequences": ("fsdp", SHARED),
 }
 TWO = [
     pytest.param(name, marks=[needs_deepspeed] * (strategy == "deepspeed"))
     for name, (strategy, _) in STRATEGIES.items()
 ]
-LEARNED = [("forward", name) for name in STRATEGIES if name != "ZeRO-2, sharded teacher"]
-LEARNED += [("reverse", "fsdp")]
+_REPEATED = ("ZeRO-2, sharded teacher", "ddp, shared sequences")
+LEARNED = [("forward", name) for name in STRATEGIES if name not in _REPEATED]
+LEARNED += [("reverse", "fsdp"), ("reverse", "ddp, shared sequences")]
 RESUMED = [("forward", "ZeRO-3")]
 """Divergence and strategy outside the matrix; the others repeat them."""
 LAYOUTS: dict[str, Changes] = {

@@ -1,10 +1,11 @@
 """A translated file trains what its program trains: token ids, masks, samples and rates of steps.
 
-`recorded` holds what TRL 1.16.0, LLaMA-Factory 0.9.5 and axolotl 0.19.0 did with the same files
-(`scripts/foreign_programs/translated_steps.py`).
+`recorded` holds what TRL 1.16.0, LLaMA-Factory 0.9.5, axolotl 0.19.0 and torchtune 0.6.1 did with
+the same files (`translated_steps.py` and `torchtune_steps.py` in `scripts/foreign_programs`).
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,27 @@ def ours(values: dict[str, Any], tool: str | None) -> dict[str, Any]:
     Path("their.yml").write_text(yaml.safe_dump(values))
     _, recipe = converted("their.yml", Terms(tool=tool))
     tokenizer = Tokenizer(Path(recipe.checkpoint_dir))
-    assert recipe.train.max_seq_length is not None
     data = load_data(
         recipe.data,
         tokenizer,
-        recipe.train.max_seq_length,
+        recipe.train.max_seq_length or 512,  # that of the model
         preference=objective_rules(recipe.objective).preference,
     )
     lengths = (data.train.lengths_by_sequence + 1).sum(1)
     cuts = cut_steps(recipe.train, data.epochs(recipe.seed), lengths, start_step=0, start_samples=0)
-    assert cuts is not None
-    total = len(cuts.positions) - 1
-    counted = CountedSteps(total=total, per_epoch=cuts.steps_per_epoch)
+    counted = None
+    if cuts is not None:
+        total = len(cuts.positions) - 1
+        counted = CountedSteps(total=total, per_epoch=cuts.steps_per_epoch)
     rate = base_learning_rate(recipe.optimizer)
     schedule, _ = make_schedule(recipe.train, data.samples_per_epoch, rate, counted=counted)
+    batch, samples = recipe.train.global_batch_size, data.samples_per_epoch
+    samples *= recipe.train.epochs or 1
+    positions = (
+        [min(step * batch, samples) for step in range(schedule.total_steps + 1)]
+        if cuts is None
+        else cuts.positions
+    )
     found = set()
     for split in (data.train, data.val):
         for sample in (one for index in range(len(split)) for one in split.sequences(index)):
@@ -59,8 +67,8 @@ def ours(values: dict[str, Any], tool: str | None) -> dict[str, Any]:
                 trained[first:end] = [1] * (end - first)
             found.add(json.dumps([sample.ids.tolist(), trained]))
     return {
-        "sizes": [int(b - a) for a, b in zip(cuts.positions, cuts.positions[1:], strict=False)],
-        "rates": [rate * schedule.share(step) for step in range(total)],
+        "sizes": [int(b - a) for a, b in pairwise(positions)],
+        "rates": [rate * schedule.share(step) for step in range(len(positions) - 1)],
         "samples": [json.loads(sample) for sample in sorted(found)],
     }
 

@@ -1,4 +1,4 @@
-"""Files of axolotl, LLaMA-Factory and TRL as recipes: what becomes of keys, and what is refused."""
+"""Files of other programs as recipes: what becomes of keys, and what is refused."""
 
 import json
 import re
@@ -48,11 +48,30 @@ SFT: dict[str, Any] = {**TRL, "packing": False}
 DPO: dict[str, Any] = {**TRL, "beta": 0.2, "label_smoothing": 0.0}
 KTO: dict[str, Any] = {**TRL, "desirable_weight": 1.5}
 REWARD: dict[str, Any] = {**TRL, "center_rewards_coefficient": 0.01}
+TORCHTUNE: dict[str, Any] = {
+    "output_dir": "out",
+    "model": {
+        "_component_": "torchtune.models.llama3_2.lora_llama3_2_1b",
+        "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+        "apply_lora_to_mlp": True,
+    },
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "t.model"},
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "/models/base/",
+        "output_dir": "${output_dir}",
+    },
+    "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "packed": False},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4, "fused": True},
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+}
+FULL = {"_component_": "torchtune.models.qwen2_5.qwen2_5_0_5b"}
 QAT = {"activation_dtype": "int8", "weight_dtype": "int4"}
 FILES = {
     "axolotl": AXOLOTL,
     "llama-factory": FACTORY,
     "llama-factory-v1": FACTORY_V1,
+    "torchtune": TORCHTUNE,
     "trl-sft": SFT,
     "trl-dpo": DPO,
     "trl-kto": KTO,
@@ -127,6 +146,170 @@ def test_new_tokens_are_added_and_how_they_begin_is_told(
 def test_new_tokens_that_stay_as_they_begin_are_refused() -> None:
     assert says(refusal(FACTORY, add_tokens="<a>", additional_target="norm"), "add_tokens", "<a>")
     assert says(refusal(FACTORY, resize_vocab=True), "resize_vocab")
+
+
+def torchtune(**parts: Any) -> dict[str, Any]:
+    """A file of torchtune; parts are changed where a mapping is given."""
+    return {
+        key: TORCHTUNE.get(key, {}) | parts[key] if isinstance(parts.get(key), dict) else value
+        for key, value in (TORCHTUNE | parts).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "ours"),
+    [
+        ({}, {"lora_query": True, "lora_key": False, "lora_value": True, "lora_projection": True,
+              "lora_mlp": True, "lora_head": False, "checkpoint_dir": "/models/base",
+              "lora_variant": "lora", "out_dir": "out"}),
+        ({"model": FULL}, {"lora_r": None, "train.save_interval_epochs": 1.0}),
+        ({"model": {"_component_": "torchtune.models.llama2.qlora_llama2_7b"}},
+         {"quantize": "bnb.nf4-dq"}),
+        ({"model": {"use_dora": True, "quantize_base": True}},
+         {"quantize": "bnb.nf4-dq", "lora_variant": "dora"}),
+        ({"checkpointer": {"_component_": "torchtune.training.FullModelMetaCheckpointer",
+                           "checkpoint_dir": "/models/base/original/"}},
+         {"checkpoint_dir": "/models/base"}),
+        ({"batch_size": 2, "gradient_accumulation_steps": 8},
+         {"train.global_batch_size": 16, "train.micro_batch_size": 2}),
+        ({"max_steps_per_epoch": 50}, {"train.epochs": 1, "train.max_steps": 50}),
+        ({"clip_grad_norm": "inf"}, {"train.max_norm": None}),
+        ({"clip_grad_norm": 0.5, "dtype": "fp32"}, {"train.max_norm": 0.5, "precision": "32-true"}),
+        ({"enable_activation_checkpointing": True, "enable_activation_offloading": True},
+         {"memory.activation_checkpointing": True, "memory.offload_activations": True}),
+        ({"lr_scheduler": {"_component_": "torchtune.training.get_cosine_schedule_with_warmup",
+                           "num_warmup_steps": 100}},
+         {"train.lr_schedule": "cosine", "train.lr_warmup_steps": 100, "train.min_lr": 0.0}),
+        ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}},
+         {"optimizer": "bitsandbytes.optim.PagedAdamW8bit"}),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"},
+          "dataset": {"_component_": "torchtune.datasets.stack_exchange_paired_dataset"}},
+         {"objective": "dpo", "reference": None}),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.RSOLoss"}, "model": FULL,
+          "dataset": {"_component_": "torchtune.datasets.hh_rlhf_helpful_dataset"}},
+         {"objective": "dpo", "reference": "/models/base"}),
+        ({"kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
+          "kd_ratio": 0.25, "teacher_checkpointer": TORCHTUNE["checkpointer"]},
+         {"objective": "distill", "teacher": "/models/base"}),
+        ({"quantizer": {"_component_":
+            "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}, "model": FULL},
+         {"qat.weights": "int4", "qat.activations": "int8", "qat.group_size": 256}),
+        ({"enable_fp8_training": True, "model": FULL}, {"float8": True}),
+        ({"tokenizer": {"max_seq_len": 512}, "dataset": {"packed": True}, "batch_size": 3},
+         {"train.global_batch_tokens": 1536, "train.max_seq_length": 511}),
+    ],
+)  # fmt: skip
+def test_keys_of_torchtune_become_ours(parts: dict[str, Any], ours: dict[str, Any]) -> None:
+    file = torchtune(**parts)
+    if parts.get("model") is FULL:
+        file["model"] = FULL
+    found = keys_of(file)
+    classes = {key: (found.get(key) or {}).get("class_path") for key in ("objective", "optimizer")}
+    assert {key: (found | classes).get(key) for key in ours} == ours
+    read_recipe([write(file)])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "ours"),
+    [
+        ({}, {"path": "yahma/alpaca-cleaned", "train_on": "all"}),
+        ({"train_on_input": False}, {"train_on": "messages"}),
+        ({"source": "csv", "data_files": "d.csv", "column_map": {"output": "answer"}},
+         {"path": "d.csv", "columns": {"output": "answer"}}),
+        ({"_component_": "torchtune.datasets.instruct_dataset", "source": "org/data",
+          "column_map": {"input": "question", "output": "answer"}, "split": "train[:9%]"},
+         {"split": "train[:9%]", "train_on": "messages",
+          "columns": {"instruction": "question", "output": "answer"}}),
+        ({"_component_": "torchtune.datasets.samsum_dataset"},
+         {"path": "Samsung/samsum", "columns": {"instruction": "dialogue", "output": "summary"}}),
+        ({"_component_": "torchtune.datasets.chat_dataset", "source": "org/data", "name": "a",
+          "conversation_column": "talk", "conversation_style": "openai"},
+         {"subset": "a", "columns": {"messages": "talk"}}),
+        ({"_component_": "torchtune.datasets.text_completion_dataset", "source": "text",
+          "data_files": ["d.txt"], "column": "text"},
+         {"path": "d.txt", "columns": None, "chat_template": None, "train_on": None}),
+    ],
+)  # fmt: skip
+def test_data_sets_of_torchtune_become_ours(dataset: dict[str, Any], ours: dict[str, Any]) -> None:
+    file = torchtune(dataset=dataset, shuffle=False)
+    options = keys_of(file)["data"]["init_args"]
+    expected = ours | {"shuffle": False, "val_split_fraction": 0.0}
+    assert {key: options.get(key) for key in expected} == expected
+    read_recipe([write(file)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "missing"),
+    [
+        ({"model": {"_component_": "torchtune.models.llama3_2_vision.lora_llama3_2_vision_11b"}},
+         "model ... models that see"),
+        ({"model": {"_component_": "torchtune.models.llama3.llama3"}}, "model ... llama3.llama3"),
+        ({"model": {"_component_": "own.models.lora_llama3_8b"}}, "model ... own.models"),
+        ({"model": {"attn_dropout": 0.1}}, "model.attn_dropout"),
+        ({"tokenizer": {"_component_": "own.one"}}, "tokenizer ... conversations as one"),
+        ({"tokenizer": {"prompt_template": "torchtune.data.ChatMLTemplate"}}, "prompt_template"),
+        ({"checkpointer": {"_component_": "torchtune.training.FullModelTorchTuneCheckpointer"}},
+         "checkpointer ... FullModelTorchTuneCheckpointer"),
+        ({"dataset": {"_component_": "torchtune.datasets.multimodal.the_cauldron_dataset"}},
+         "dataset ... images in data sets of torchtune"),
+        ({"dataset": {"_component_": "own.data.my_dataset"}}, "dataset ... my_dataset"),
+        ({"dataset": {"filter_fn": "own.code"}}, "dataset.filter_fn ... chosen by code"),
+        ({"dataset": {"packed": True}}, "dataset.packed ... without a length"),
+        ({"dataset": ...}, "no dataset"),
+        ({"epochs": 2, "max_steps_per_epoch": 9}, "max_steps_per_epoch"),
+        ({"optimizer": {"_component_": "torch.optim.Rprop"}}, "optimizer ... torch.optim.Rprop"),
+        ({"lr_scheduler": {"_component_": "torch.optim.lr_scheduler.StepLR"}}, "StepLR"),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "dataset ... loss of pairs"),
+        ({"dtype": "fp16"}, "dtype ... fp16"),
+        ({"quantizer": {"_component_":
+            "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}}, "adapters"),
+        ({"policy_model": {"_component_": "torchtune.models.llama3.llama3_8b"}}, "online RL"),
+        ({"tasks": ["mmlu"]}, "ftkit evaluate"),
+        ({"made_up": 3}, "made_up ... does not know of torchtune"),
+    ],
+)  # fmt: skip
+def test_parts_of_torchtune_without_an_equal_are_refused_by_name(
+    parts: dict[str, Any], missing: str
+) -> None:
+    assert says(refusal(torchtune(**parts)), missing)
+
+
+def test_places_in_files_of_torchtune_are_filled() -> None:
+    folder = TORCHTUNE["checkpointer"] | {"checkpoint_dir": "${root}/${name}"}
+    file = torchtune(checkpointer=folder, root="/models/${name}", name="base", out="a")
+    found = keys_of(file, "root", "name", "out", output_dir="${out}/${nothing}")
+    assert found["checkpoint_dir"] == "/models/base/base" and found["out_dir"] == "a/${nothing}"
+    circle = keys_of(file, "root", "name", "out", name="${root}", root="${name}")
+    assert "${" in circle["checkpoint_dir"]
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "shuffles"),
+    [
+        (AXOLOTL, {"curriculum_sampling": True}, False),
+        (AXOLOTL, {"group_by_length": True}, True),
+        (FACTORY, {"disable_shuffling": True}, False),
+        (FACTORY, {"group_by_length": True}, True),
+        (SFT, {"train_sampling_strategy": "sequential"}, False),
+        (SFT, {"train_sampling_strategy": "group_by_length"}, True),
+        (KTO, {}, False),
+        (KTO, {"train_sampling_strategy": "random"}, True),
+        (TORCHTUNE, {"shuffle": False}, False),
+    ],
+)
+def test_the_order_of_samples_is_the_other_programs(
+    file: dict[str, Any], keys: dict[str, Any], shuffles: bool
+) -> None:
+    assert keys_of(file, **keys)["data"]["init_args"].get("shuffle", True) is shuffles
+
+
+def test_asft_is_anchored_at_the_model_or_the_one_that_is_named() -> None:
+    full = FACTORY | {"finetuning_type": "full", "use_asft_loss": True}
+    found = keys_of(full, asft_alpha=0.3)
+    assert found["objective"] == {"class_path": "asft", "init_args": {"alpha": 0.3}}
+    assert found["teacher"] == "org/base"
+    assert keys_of(full, ref_model="org/other")["teacher"] == "org/other"
+    read_recipe([write(full)])
 
 
 def test_an_adapter_of_no_layer_is_refused() -> None:
@@ -349,6 +532,10 @@ def test_a_recipe_says_every_default_of_the_other_program(name: str) -> None:
                               "train.max_seq_length": 2048, "train.lr_schedule": "constant",
                               "train.decay_norms_and_biases": True, "precision": "32-true",
                               "train.max_norm": 1.0, "train.lr_warmup_steps": 0}),
+        ("torchtune", {"train.global_batch_size": 1, "train.epochs": 1, "lora_r": 8,
+                       "lora_alpha": 16, "train.max_norm": None, "train.max_seq_length": None,
+                       "train.lr_schedule": "constant", "lora_dropout": 0.0,
+                       "precision": "bf16-true", "train.decay_norms_and_biases": True}),
         ("trl-sft", {"train.global_batch_size": 8, "train.max_seq_length": 1024,
                      "train.lr_schedule": "linear", "memory.activation_checkpointing": True}),
         ("trl-dpo", {"train.global_batch_size": 8, "train.max_seq_length": 1024}),
@@ -641,7 +828,12 @@ def test_devices_multiply_the_batch(name: str) -> None:
             "another eps of AdamW",
         ),
         ("llama-factory-v1", {"optim_config": {"name": "lion"}}, "the optimizer lion"),
-        ("trl-sft", {"train_sampling_strategy": "sequential"}, "another order of samples"),
+        ("axolotl", {"num_labels": 3}, "classification"),
+        ("axolotl", {"model_type": "AutoModelForSequenceClassification"}, "classification"),
+        ("llama-factory", {"stage": "cls"}, "the stage cls"),
+        ("llama-factory", {"num_labels": 3}, "does not know"),
+        ("llama-factory-v1", {"model_class": "cls"}, "classification"),
+        ("trl-sft", {"train_sampling_strategy": "curriculum"}, "the order curriculum of samples"),
         ("trl-sft", {"dataset_streaming": True}, "streaming"),
         ("trl-dpo", {"f_divergence_type": "js_divergence"}, "divergence"),
     ],

@@ -10,6 +10,8 @@ from rank_jobs import needs_deepspeed
 from simulated_card.build import needs_card
 from tiny import make_pairs
 
+from ftkit.runs.report.report import read_report
+
 pytestmark = [needs_card, pytest.mark.slow]
 DPO = ("--objective", "dpo", "--objective.beta", "0.5", "--eval.final_validation", "true")
 LAYOUTS = {
@@ -52,3 +54,12 @@ def test_pairs_are_learned_on_cards_as_on_a_cpu(command: str, layout: str, machi
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)
     assert expected.losses[-1] < expected.losses[0] - 0.01
+
+
+def test_recorded_steps_learn_pairs_as_computed_ones(machine: OnCard) -> None:
+    words = (*DPO, "--devices", "1", "--train.max_steps", "8")
+    expected = machine.completed("finetune", *words)
+    found = machine.completed("finetune", *words, "--train.record_steps", "true")
+    recorded = read_report(found.out_dir).recorded_steps
+    assert recorded is not None and recorded.replayed > 0
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)

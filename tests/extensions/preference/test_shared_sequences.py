@@ -33,23 +33,31 @@ OFTEN = ("dpo, adapter", "dpo, full", "kto, full", "reward")
 def found(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[tuple[str, str], Outcome]:
-    """Runs of the selected kinds, on one rank and on two."""
+    """Runs of the selected kinds, on one rank, on two, and on four."""
     run = make_run(tmp_path_factory)
     directory = tmp_path_factory.mktemp("answers")
     for name, made in (("pairs", make_pairs(40)), ("labelled", make_labelled(40))):
         (directory / f"{name}.json").write_text(json.dumps(made))
-    kinds = [one["kind"] for one in chosen(request, test_two_ranks_that_share_answers_learn_as_one)]
-    single = {("single", kind): case("single", kind, directory) for kind in kinds}
-    shared = (("strategy.context", 2),)
-    double = {
-        ("shared", kind): case("ddp" if "full" in kind else "fsdp", kind, directory, shared)
-        for kind in kinds
-    }
+    two, four = (
+        [one["kind"] for one in chosen(request, test)]
+        for test in (
+            test_two_ranks_that_share_answers_learn_as_one,
+            test_four_ranks_that_share_answers_learn_as_one,
+        )
+    )
+    single = {("single", kind): case("single", kind, directory) for kind in {*two, *four}}
+    double = {("shared", kind): shared(2, kind, directory) for kind in two}
+    many = {(f"shared by {n}", kind): shared(n, kind, directory) for n in (2, 4) for kind in four}
     found: dict[tuple[str, str], Outcome] = {}
-    for ranks, cases in ((1, single), (2, double)):
+    for ranks, cases in ((1, single), (2, double), (4, many)):
         outcomes = run(ranks, list(cases.values()))
         found |= {name: outcomes[one] for name, one in cases.items()}
     return found
+
+
+def shared(ranks: int, kind: str, directory: Path) -> Case:
+    strategy = "ddp" if "full" in kind else "fsdp"
+    return case(strategy, kind, directory, (("strategy.context", ranks),))
 
 
 def case(strategy: str, kind: str, directory: Path, more: Changes = ()) -> Case:
@@ -77,7 +85,19 @@ def case(strategy: str, kind: str, directory: Path, more: Changes = ()) -> Case:
 def test_two_ranks_that_share_answers_learn_as_one(
     kind: str, found: dict[tuple[str, str], Outcome]
 ) -> None:
-    shared, expected = found["shared", kind], found["single", kind]
+    assert_same(found["shared", kind], found["single", kind])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["dpo, adapter", "dpo, full"])
+def test_four_ranks_that_share_answers_learn_as_one(
+    kind: str, found: dict[tuple[str, str], Outcome]
+) -> None:
+    for ranks in (2, 4):
+        assert_same(found[f"shared by {ranks}", kind], found["single", kind])
+
+
+def assert_same(shared: Outcome, expected: Outcome) -> None:
     assert len(expected.losses) == 3 and len(expected.validation_losses) >= 2
     assert shared.losses == pytest.approx(expected.losses, rel=1e-5)
     assert shared.validation_losses == pytest.approx(expected.validation_losses, rel=1e-5)

@@ -123,6 +123,11 @@ def install(cards: Cards, library: Any) -> None:
     atexit.register(library.card_set_callback, None)
 
 
+def replayed() -> None:
+    """A graph is replayed, which stands for a backward pass."""
+    _state.micro_step += 1
+
+
 def _follow_steps(torch: Any) -> None:
     """Know where a run is: backward passes and optimizer steps are counted as they come."""
     from torch.optim import optimizer

@@ -4,6 +4,8 @@ import ctypes
 import itertools
 from typing import Any
 
+from simulated_card import counts
+
 _pools = itertools.count(1)
 
 
@@ -39,6 +41,7 @@ def install(library: Any) -> None:
 
         def replay(self) -> None:
             refuse_while_capturing("a replay")
+            counts.replayed()
             if why := library.card_replay(self._graph):
                 raise RuntimeError(why.decode().partition("\nException raised")[0])
 
