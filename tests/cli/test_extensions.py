@@ -363,6 +363,7 @@ def test_a_reader_of_another_package_makes_recipes_of_its_files(
 
 
 @pytest.mark.extensions
+@pytest.mark.slow
 def test_an_objective_of_another_package_is_trained_and_resumed(
     ftkit_with: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -416,7 +417,7 @@ def test_keys_of_another_package_are_keys_of_recipes(
 @pytest.mark.parametrize(
     "strategy",
     [
-        "single",
+        pytest.param("single", marks=pytest.mark.slow),
         # As the strategies' own tests show for classes that are no rows.
         pytest.param("fsdp", marks=pytest.mark.matrix),
         pytest.param("deepspeed", marks=[pytest.mark.matrix, needs_deepspeed]),

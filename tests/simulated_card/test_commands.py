@@ -48,6 +48,7 @@ IN_BACKWARD = (
     *("--train.micro_batch_size", "11"),
 )
 IN_ROWS = ("--train.padding_free", "true")
+SHARED = ("--strategy.context", "2")
 AHEAD_AND_ONCE = ("--strategy.prefetch", "1", "--strategy.sync_every_micro_step", "false")
 EXACT, ROUNDED = 1e-6, 3e-3
 """Relative differences of losses: of equal mathematics in float32, and in 16 bits."""
@@ -203,8 +204,14 @@ CASES = {
     "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true", matrix=True),
     "DDP, LoRA, bf16-mixed": lora(DDP, MIXED, CHECKPOINTED, within=ROUNDED, matrix=True),
     "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED, matrix=True),
+    "DDP that shares sequences, 16-mixed": full(
+        DDP, SHARED, FP16, within=ROUNDED, reference="32-true", matrix=True
+    ),
     # FSDP.
     "FSDP, full": full(FSDP),
+    "FSDP that shares sequences, bf16-mixed": lora(
+        FSDP, SHARED, MIXED, within=ROUNDED, matrix=True
+    ),
     "FSDP, QLoRA": lora(FSDP, NF4_DQ, MIXED, within=ROUNDED),
     "FSDP, bf16-mixed": full(FSDP, MIXED, within=ROUNDED, matrix=True),
     "FSDP that keeps parameters": full(
