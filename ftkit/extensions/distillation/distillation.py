@@ -33,6 +33,7 @@ class Distill(Objective):
     """
 
     needs_teacher = True
+    shares_sequences = True
     _further: Mapping[str, Any] = {}
 
     def __init__(

@@ -43,5 +43,6 @@ ROWS = (
         class_path="ftkit.extensions.distillation.distillation.Asft",
         options=AsftOptions,
         needs_teacher=True,
+        shares_sequences=True,
     ),
 )

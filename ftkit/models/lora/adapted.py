@@ -9,14 +9,16 @@ from peft.tuners.lora import Linear
 from torch import Tensor
 
 from ftkit.models.lora.targets import TRAINED
+from ftkit.models.loss import autocast_dtype
 from ftkit.models.token_numbers import TokenDropout, dropped
+from ftkit.models.unpacking import UnpackedPerUse
 
 
 class AdaptedLinear(Linear):
-    """PEFT's layer around a plain linear layer.
+    """PEFT's layer around a plain linear layer, or one whose weight is packed.
 
-    Around others (quantised ones, and those whose weight hooks gather, as those of ZeRO-3 do), and
-    without its adapter, it is PEFT's own.
+    Around others, such as those whose weight hooks gather (ZeRO-3), and without its adapter, it is
+    PEFT's own.
     """
 
     # Autograd would write the gradient of the input once for the layer and once for the adapter,
@@ -27,15 +29,21 @@ class AdaptedLinear(Linear):
         base: Any = self.base_layer
         dropout: Any = self.lora_dropout[TRAINED]
         matrix, second = (of[TRAINED].weight for of in (self.lora_A, self.lora_B))
+        packed = base if isinstance(base, UnpackedPerUse) else None
+        dtype = base.weight.dtype if packed is None else packed.compute_dtype
+        if autocast_dtype(x.device.type) is not None:
+            is_one_dtype = packed is None or dtype == autocast_dtype(x.device.type)
+        else:
+            is_one_dtype = dtype == matrix.dtype == x.dtype
+        is_known = packed is not None or type(base) is nn.Linear
         has_hooks = base._forward_pre_hooks or base._forward_hooks
-        mixes = torch.is_autocast_enabled(x.device.type)
-        is_one_dtype = mixes or base.weight.dtype == matrix.dtype == x.dtype
-        if type(base) is not nn.Linear or has_hooks or not is_one_dtype or self.disable_adapters:
+        if not is_known or has_hooks or not is_one_dtype or self.disable_adapters:
             result: Tensor = super().forward(x, *arguments, **options)
             return result
         drops = dropout.training and isinstance(dropout, TokenDropout)
         adapted: Tensor = _Adapted.apply(
             x,
+            packed,
             base.weight,
             base.bias,
             matrix,
@@ -54,6 +62,7 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        packed: UnpackedPerUse | None,
         weight: Tensor,
         bias: Tensor | None,
         a: Tensor,
@@ -67,7 +76,8 @@ class _Adapted(torch.autograd.Function):
         Args:
             ctx: of autograd.
             x: [..., in].
-            weight: [out, in], frozen.
+            packed: the layer that unpacks the weight; None: it is as it is.
+            weight: [out, in], or packed; frozen.
             bias: [out], frozen.
             a: [rank, in].
             b: [out, rank].
@@ -76,11 +86,16 @@ class _Adapted(torch.autograd.Function):
             scale: of the numbers that are kept.
         """
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        ctx.scaling, ctx.scale, ctx.dtypes = scaling, scale, (x.dtype, a.dtype, b.dtype)
-        weight, a, b = weight.to(dtype), a.to(dtype), b.to(dtype)
-        rows = x.flatten(0, -2).to(dtype)
-        result = F.linear(rows, weight, None if bias is None else bias.to(dtype))
+        dtype = autocast_dtype(kind) or x.dtype
+        ctx.packed, ctx.scaling, ctx.scale = packed, scaling, scale
+        ctx.dtypes = x.dtype, a.dtype, b.dtype
+        rows, a, b = x.flatten(0, -2).to(dtype), a.to(dtype), b.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        if packed is None:
+            weight = weight.to(dtype)
+            result = F.linear(rows, weight, bias)
+        else:
+            result = packed.product(rows, weight, bias)
         narrow = F.linear(rows if kept is None else dropped(rows, kept.view_as(rows), scale), a)
         if kept is not None and kind == "cpu":
             narrow.mul_(scale)  # narrow, so that nothing wide is scaled
@@ -107,10 +122,12 @@ class _Adapted(torch.autograd.Function):
         of_a = of_narrow.t() @ seen
         of_x = None
         if ctx.needs_input_grad[0]:
+            if ctx.packed is not None:
+                weight = ctx.packed.unpacked(weight).to(gradient.dtype)
             of_x = gradient @ weight
             if kept is None:
                 of_x.addmm_(of_narrow, a)
             else:
                 of_x.add_(dropped(of_narrow @ a, kept, scale))
             of_x = of_x.to(of_x_dtype).view_as(x)
-        return of_x, None, None, of_a.to(of_a_dtype), of_b.to(of_b_dtype), None, None, None
+        return of_x, None, None, None, of_a.to(of_a_dtype), of_b.to(of_b_dtype), *(None,) * 3
