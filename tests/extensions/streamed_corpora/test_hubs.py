@@ -23,7 +23,7 @@ from ftkit.errors import UserError
 from ftkit.extensions.streamed_corpora.source import CorpusSource
 from ftkit.extensions.streamed_corpora.stream import open_stream
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.recipe.hubs import as_owner_of
+from ftkit.recipe.hubs import Hub, HubName, as_owner_of
 from ftkit.recipe.recipe import Component
 
 OTHER_COMMIT = "d" * 40
@@ -138,7 +138,6 @@ def test_a_private_data_set_needs_the_token_which_is_nowhere_shown(
         ({"revision": "v9"}, "data.revision is v9 ... main"),
         ({"data_files": "texts/a.json"}, "texts/a.json ... no such file ... texts/a.jsonl"),
         ({"data_files": "README.md"}, f"data.path ... {NAME} ... .jsonl"),
-        ({"path": "held.jsonl", "revision": "main"}, "data.revision is main ... held.jsonl"),
         ({"data_files": 3}, "data.data_files is 3 ... a text"),
     ],
 )
@@ -147,6 +146,12 @@ def test_what_is_not_there_is_named(
 ) -> None:
     with pytest.raises(UserError, match=key_words(words)):
         pinned(data_of(**{"path": NAME} | options), None)
+
+
+def test_a_hub_of_another_package_may_lack_files() -> None:
+    acme = Hub(name="acme", models="acme.models", data_sets="acme.data:Sums")
+    with pytest.raises(UserError, match=key_words("owner/sums ... acme ... --data JSON")):
+        acme.data_files(HubName(name="owner/sums"))
 
 
 def test_a_server_without_ranges_is_refused_before_a_file_is_read(
