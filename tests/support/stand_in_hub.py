@@ -111,6 +111,8 @@ class DataHub:
     """Whether parts of files are given; a range is answered with the whole file otherwise."""
     ranges: list[tuple[str, str]] = field(default_factory=list)
     """Commit and range of each request for a part of a file."""
+    busy: int = 0
+    """So many requests for files are answered with 503 first."""
     earlier: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Files of the commits before."""
 
@@ -137,6 +139,9 @@ def _handler(served: DataHub) -> type[HubHandler]:
                 self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
             elif revision and revision not in ("main", "v1", served.commit, *served.earlier):
                 self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            elif file and served.busy > 0:
+                served.busy -= 1
+                self.reply(503, b"", {})
             elif file and file in self.files(revision):
                 if self.command == "GET":
                     served.transfers.append(file)

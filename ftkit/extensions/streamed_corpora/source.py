@@ -294,9 +294,10 @@ class OneCorpus:
         else:
             val = self._given_validation()
         files = len(self.pieces.files)
+        version = f" of version {self._hub_files.commit[:7]}" if self.is_on_hub else ""
         said = (
-            f"{files:,} file{'s' * (files != 1)} of {bytes_text(self.pieces.size_bytes)} in "
-            f"{len(self.pieces):,} pieces, read as they are trained on; only their first "
+            f"{files:,} file{'s' * (files != 1)} of {bytes_text(self.pieces.size_bytes)}{version} "
+            f"in {len(self.pieces):,} pieces, read as they are trained on; only their first "
             f"{len(first):,} documents were looked at, and {len(val):,} more to validate on"
         )
         if self.pieces.bad:

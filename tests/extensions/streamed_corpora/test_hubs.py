@@ -162,6 +162,19 @@ def test_a_server_without_ranges_is_refused_before_a_file_is_read(
         taken(opened(data_of(NAME), tokenizer), 0, 1)
 
 
+def test_a_hub_that_is_busy_for_a_while_is_asked_again(
+    served: DataHub, corpus: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between attempts
+    stream = opened(data_of(NAME), tokenizer)
+    served.busy = 4
+    assert taken(stream, 0, 20) == taken(opened(data_of(corpus), tokenizer), 0, 20)
+    assert served.busy == 0
+    served.busy = 10**6
+    with pytest.raises(UserError, match=key_words(f"{NAME}/ ... HTTP 503 ... --resume auto")):
+        taken(stream, 20, 150)
+
+
 def test_a_hub_that_cannot_be_reached_is_one_error(
     served: DataHub, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +217,7 @@ def test_a_run_goes_on_at_the_commit_with_which_it_began(
         "precision": "32-true",
     }
 
-    def run(**more: object) -> None:
+    def run(**more: object) -> str:
         done = subprocess.run(
             command_line("finetune_full", *options(**keys | more)),
             env=command_environment() | of_hub,
@@ -214,8 +227,9 @@ def test_a_run_goes_on_at_the_commit_with_which_it_began(
         )
         assert done.returncode == 0, done.stderr
         assert TOKEN not in done.stdout + done.stderr
+        return done.stdout
 
-    run(stop_after=2)
+    assert "of version ccccccc" in run(stop_after=2)
     served.push(OTHER_COMMIT, {"texts/other.jsonl": lines_of(documents(30, 3))})
     run(resume="auto", data__windows_ahead=0)
     assert len(rows(out)) == 4
