@@ -142,6 +142,20 @@ def check_run_length(recipe: Recipe) -> None:
     source.check_run(train)
 
 
+def pinned(data: Component, saved: Component | None) -> Component:
+    """The data of a run, which mean the same for every rank and when it is resumed.
+
+    Args:
+        data: of the recipe.
+        saved: of the checkpoint that the run continues from; None: of none.
+
+    Raises:
+        UserError: they are not there.
+    """
+    options = data_source(data).pinned({} if saved is None else saved["init_args"])
+    return Component(class_path=data["class_path"], init_args=data["init_args"] | options)
+
+
 def check_data(
     data: Component,
     sets: Mapping[str, Any] | None = None,

@@ -196,6 +196,19 @@ class DataSource(ABC):
             UserError: names the key.
         """
 
+    def pinned(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Options that replace those of the recipe, so that all ranks and sessions read the same.
+
+        Such as the commit of a hub data set, of which a recipe may name a branch.
+
+        Args:
+            saved: the init_args of the checkpoint that the run continues from; {}: of none.
+
+        Raises:
+            UserError: the data are not there.
+        """
+        return {}
+
     def for_evaluation(self, given: Collection[str]) -> "DataSource":
         """The source whose validation records are evaluated on.
 

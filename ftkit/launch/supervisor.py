@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import BASE
-from ftkit.data.sources import check_data, check_run_length
+from ftkit.data.sources import check_data, check_run_length, pinned
 from ftkit.errors import Completed, DoesNotFit, UserError
 from ftkit.evaluation.task_programs import FoundTasks
 from ftkit.launch.conclude import DamageFound, conclude, note_shortage
@@ -29,6 +29,7 @@ from ftkit.models.pretrained.places import find_here, find_or_download
 from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.devices import Devices, find_devices
+from ftkit.recipe.hubs import as_owner_of
 from ftkit.recipe.kernels import check_kernels_installed
 from ftkit.recipe.loggers import check_loggers_installed
 from ftkit.recipe.lora_layers import adapted_text, names_no_layers
@@ -356,6 +357,10 @@ def prepare_run(
             check_second_models(recipe)
         # A complete run has ended the command by now, without a prediction, which takes seconds.
         chosen = require_room(plan, devices, command, force=force)
+        # Once for all ranks and sessions: what a name means on a hub may change meanwhile.
+        with as_owner_of(recipe.data_token):
+            data = pinned(recipe.data, None if start is None else start.data)
+        recipe = dataclasses.replace(recipe, data=data)
         # May download gigabytes, so a run that certainly does not fit is refused before.
         base = _find_base(recipe, start)
         reference = _find_reference(recipe, start)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest_directory
 from ftkit.utils.registry import Registry, imported
+from ftkit.utils.url_files import UrlObjects
 
 READ_BUILDERS = ("arrow", "cache", "csv", "json", "parquet", "text")
 """Builders of the datasets library that read tables and texts. All others are refused: one of them
@@ -53,6 +54,19 @@ class HubDataSet(Protocol):
         """Name a row in a message."""
 
 
+class HubFiles(UrlObjects, Protocol):
+    """The files of a data set of a hub at one commit, made of its `HubName`.
+
+    The version of a file changes with its content. Unlike those of a url, all methods raise
+    `UserError`.
+    """
+
+    commit: str
+    """Which names the same files for ever."""
+    directory: str
+    """Of its repository, which names begin in; "": its root."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hub:
     """A hub."""
@@ -65,6 +79,8 @@ class Hub:
     same arguments."""
     data_sets: str
     """MODULE:CLASS of a `HubDataSet`."""
+    files: str = ""
+    """MODULE:CLASS of `HubFiles`; "": files of its data sets are not read by ranges."""
 
     def download(self, name: str, *, token: str | None, root: Path) -> Path:
         """Download a model to root/OWNER/NAME, unless it is complete there; return that directory.
@@ -96,6 +112,20 @@ class Hub:
             UserError: there is no such data set, or it cannot be downloaded or read.
         """
         found: HubDataSet = imported(self.data_sets)(wanted)
+        return found
+
+    def data_files(self, wanted: HubName) -> HubFiles:
+        """List the files of a data set, which are read by ranges.
+
+        Raises:
+            UserError: there is no such data set or file, or no files of this hub are read so.
+        """
+        if not self.files:
+            raise UserError(
+                f"{wanted.name} is of the hub {self.name}, which reads whole data sets alone.\n"
+                "Download its files and give their directory, or try --data JSON."
+            )
+        found: HubFiles = imported(self.files)(wanted)
         return found
 
     @property

@@ -29,7 +29,7 @@ from ftkit.recipe.changes import recipe_changes
 from ftkit.recipe.lora_layers import kept_from
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.plugin import plugin_in_use, require_same_plugin
-from ftkit.recipe.recipe import Method, Precision, Recipe, Train
+from ftkit.recipe.recipe import Component, Method, Precision, Recipe, Train
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.metrics import cut_rows
 from ftkit.runs.report.report import Loss, Progress, Report, read_report
@@ -58,6 +58,8 @@ class Start:
     """Its metadata."""
     in_place: bool
     """True if it belongs to out_dir; else the run branches into a new directory."""
+    data: Component
+    """Of its recipe."""
     kept: Mapping[str, Any] = field(default_factory=dict)
     """Keys that the recipe leaves open, and in which the run stays as it began, with their values.
     """
@@ -357,6 +359,7 @@ def _start(recipe: Recipe, checkpoint: Path, *, in_place: bool) -> Start:
         checkpoint=checkpoint,
         metadata=metadata,
         in_place=in_place,
+        data=saved.data,
         kept=kept,
         changes=tuple(changes),
     )

@@ -1,6 +1,7 @@
 """A stand-in for the hub: a server on this machine that the libraries take for the real one."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -106,6 +107,19 @@ class DataHub:
     """Only the owner of TOKEN may read."""
     commit: str = COMMIT
     transfers: list[str] = field(default_factory=list)
+    gives_ranges: bool = True
+    """Whether parts of files are given; a range is answered with the whole file otherwise."""
+    ranges: list[tuple[str, str]] = field(default_factory=list)
+    """Commit and range of each request for a part of a file."""
+    busy: int = 0
+    """So many requests for files are answered with 503 first."""
+    earlier: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Files of the commits before."""
+
+    def push(self, commit: str, files: dict[str, bytes]) -> None:
+        """Let another commit be the newest."""
+        self.earlier[self.commit] = self.files
+        self.commit, self.files = commit, files
 
 
 def _handler(served: DataHub) -> type[HubHandler]:
@@ -117,31 +131,49 @@ def _handler(served: DataHub) -> type[HubHandler]:
         def answer(self) -> None:
             path = urlsplit(self.path).path
             file = path.partition("/resolve/")[2].partition("/")[2]
-            revision = path.partition("/resolve/")[2].partition("/")[0]
+            found = re.search("/(?:resolve|tree|revision)/([^/]+)", path)
+            revision = found[1] if found else ""
             if NAME not in path:
                 self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
             elif served.gated and self.headers["Authorization"] != f"Bearer {TOKEN}":
                 self.reply(401, b"", {"X-Error-Code": "GatedRepo"})
-            elif revision and revision not in ("main", "v1", served.commit):
+            elif revision and revision not in ("main", "v1", served.commit, *served.earlier):
                 self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            elif file and file in served.files:
+            elif file and served.busy > 0:
+                served.busy -= 1
+                self.reply(503, b"", {})
+            elif file and file in self.files(revision):
                 if self.command == "GET":
                     served.transfers.append(file)
-                content = served.files[file]
-                etag = {"ETag": f'"{hash(content):x}"', "Accept-Ranges": "bytes"}
-                self.reply(200, content, etag)
+                self.give(self.files(revision)[file], revision)
             elif file:
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
             elif "/tree/" in path:
-                self.reply_json(self.tree())
+                self.reply_json(self.tree(revision))
             else:
                 siblings = [{"rfilename": name} for name in served.files]
                 self.reply_json({"id": NAME, "sha": served.commit, "siblings": siblings})
 
-        def tree(self) -> list[dict[str, object]]:
+        def give(self, content: bytes, revision: str) -> None:
+            """Answer with a file, or with the part that is asked for."""
+            headers = {"ETag": f'"{hash(content):x}"', "Accept-Ranges": "bytes"}
+            asked = self.headers["Range"]
+            if asked is None or not served.gives_ranges:
+                self.reply(200, content, headers)
+                return
+            served.ranges.append((revision, asked))
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            part = content[int(first) : int(last or len(content)) + 1]
+            span = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+            self.reply(206, part, {**headers, "Content-Range": span})
+
+        def files(self, revision: str) -> dict[str, bytes]:
+            return served.earlier.get(revision, served.files)
+
+        def tree(self, revision: str = "main") -> list[dict[str, object]]:
             return [
                 {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}"}
-                for name, content in served.files.items()
+                for name, content in self.files(revision).items()
             ]
 
         def reply_json(self, value: object) -> None:

@@ -7,5 +7,6 @@ ROWS = (
         name="hub",
         models="ftkit.extensions.hub.models",
         data_sets="ftkit.extensions.hub.data_sets:HubData",
+        files="ftkit.extensions.hub.data_files:DataSetFiles",
     ),
 )

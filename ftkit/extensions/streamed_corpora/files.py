@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ftkit.data.records.formats import COMPRESSED, lines_of, text_of
-from ftkit.data.records.paths import how_to_set, is_hub_name
+from ftkit.data.records.paths import how_to_set
 from ftkit.errors import UserError
-from ftkit.extensions.streamed_corpora.places import AtUrl, Disk, Place, PlacedFile
+from ftkit.extensions.streamed_corpora.places import Disk, Elsewhere, Place, PlacedFile
+from ftkit.recipe.hubs import HubFiles
 from ftkit.utils import embedded
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.names import nearest
+from ftkit.utils.url_files import url_files
 from ftkit.utils.urls import is_url, local_path
 
 Lines = Literal["document", "lines"]
@@ -117,18 +119,26 @@ def find_files(given: str | Path, key: str) -> tuple[Place, list[PlacedFile]]:
         matches = [file for file in root.glob(str(path.relative_to(root))) if file.is_file()]
         if found := sorted(file for file in matches if _ending(file)):
             return _on_disk(Path(os.path.commonpath([file.parent for file in found])), found)
-    if is_hub_name(path):
-        raise UserError(
-            f"{key} is {given}, but data of the kind Corpus are not read from a hub.\nDownload "
-            f"the files: hf download {given} --repo-type dataset --local-dir {path.name}. Then "
-            f"try --{key} {path.name}. Or read all records before the first step: try --data JSON "
-            f"--data.path {given}."
-        )
     near = nearest(path.name, [sibling.name for sibling in path.parent.glob("*")])
     advice = path.parent / near if near else "DIRECTORY, relative to the current directory"
     raise UserError(
         f"{key} is {given}, but there is no such file or directory.\n{how_to_set(key, advice)}"
     )
+
+
+def find_on_hub(given: str, files: HubFiles, key: str) -> tuple[Place, list[PlacedFile]]:
+    """The files of a data set of a hub, as `find_files` finds those of a path.
+
+    Args:
+        given: its name.
+        files: that are read.
+        key: of the recipe, for errors.
+
+    Raises:
+        UserError: there are none that can be read.
+    """
+    place = Elsewhere(Path(given, files.directory), files)
+    return place, _readable_of(place, given, key, what="data set")
 
 
 def _on_disk(root: Path, paths: Sequence[Path]) -> tuple[Place, list[PlacedFile]]:
@@ -140,18 +150,19 @@ def _on_disk(root: Path, paths: Sequence[Path]) -> tuple[Place, list[PlacedFile]
 def _at_url(url: str, key: str) -> tuple[Place, list[PlacedFile]]:
     path = local_path(url)
     if _ending(path):
-        above = AtUrl(path.parent)
+        above = Elsewhere(path.parent, url_files(path.parent).objects(path.parent))
         if (file := above.find(path.name)) is not None:
             return above, [file]
-    place = AtUrl(path)
-    return place, _readable_of(place, url, key)
+    place = Elsewhere(path, url_files(path).objects(path))
+    return place, _readable_of(place, url, key, what="url")
 
 
-def _readable_of(place: Place, given: str | Path, key: str) -> list[PlacedFile]:
-    """The files of a directory, or below a url, that hold documents."""
+def _readable_of(
+    place: Place, given: str | Path, key: str, what: str = "directory"
+) -> list[PlacedFile]:
+    """The files of a directory, below a url or of a data set that hold documents."""
     found = [file for file in place.all() if _ending(file.path)]
     if not found:
-        what = "directory" if place.is_local else "url"
         raise UserError(
             f"{key} is the {what} {given}, but no file below it can be read: only "
             f"{_readable()} can.\nGive files of these kinds."

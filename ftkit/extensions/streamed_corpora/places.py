@@ -1,6 +1,7 @@
-"""Where the files of a corpus lie: on this machine, or below a url of object storage.
+"""Where the files of a corpus lie: on this machine, below a url of object storage, or on a hub.
 
-Both are read by ranges of bytes. A file at a url is named by the path that stands for it.
+All are read by ranges of bytes. A file at a url is named by the path that stands for it, one of a
+hub by OWNER/NAME and its path in the repository.
 """
 
 import io
@@ -16,7 +17,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import require_regular
-from ftkit.utils.url_files import StorageError, UrlObjects, unreachable, url_files
+from ftkit.utils.url_files import StorageError, UrlObjects, unreachable
 from ftkit.utils.urls import display_path
 
 
@@ -29,7 +30,8 @@ class PlacedFile:
     """Its path below the directory of the corpus."""
     size_bytes: int
     version: str = ""
-    """Of an object, which changes whenever the content does; "": a file on this machine."""
+    """Of an object or a file of a hub, which changes whenever the content does; "": it is on this
+    machine."""
 
     @property
     def shown(self) -> str:
@@ -128,22 +130,19 @@ class Disk(Place):
         return file.path
 
 
-class AtUrl(Place):
-    """A place in a bucket."""
+class Elsewhere(Place):
+    """A place in a bucket, or the files of a data set on a hub."""
 
     is_local = False
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, objects: UrlObjects) -> None:
         """Prepare; no request is sent yet.
 
         Args:
-            root: the directory that stands for the url.
-
-        Raises:
-            UserError: the library or the account for such urls is missing.
+            root: the directory that stands for the url, or for the data set.
+            objects: below it.
         """
-        self._root = root
-        self._objects: UrlObjects = url_files(root).objects(root)
+        self._root, self._objects = root, objects
 
     def find(self, name: str) -> PlacedFile | None:
         with _answering():
@@ -193,9 +192,9 @@ class AtUrl(Place):
 
 
 class _Seekable(io.RawIOBase):
-    """A file at a url, as pyarrow reads files: its end, then the columns that are wanted."""
+    """A file elsewhere, as pyarrow reads files: its end, then the columns that are wanted."""
 
-    def __init__(self, place: AtUrl, file: PlacedFile) -> None:
+    def __init__(self, place: Elsewhere, file: PlacedFile) -> None:
         super().__init__()
         self._place, self._file, self._at = place, file, 0
 

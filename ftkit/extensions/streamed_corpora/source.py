@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,12 +10,20 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from ftkit.data.own_data import OwnData
+from ftkit.data.records.paths import is_hub_name
 from ftkit.data.records.record import Record
 from ftkit.data.spec import DataSource, Part, PartSource, Rules, check_init_args, check_value
 from ftkit.errors import UserError
-from ftkit.extensions.streamed_corpora.files import Lines, Pieces, Reading, find_files
+from ftkit.extensions.streamed_corpora.files import (
+    Lines,
+    Pieces,
+    Reading,
+    find_files,
+    find_on_hub,
+)
 from ftkit.extensions.streamed_corpora.places import Place, PlacedFile
 from ftkit.models.chat_templates.prompt_styles import AnyStyle, resolve_prompt_style
+from ftkit.recipe.hubs import HubFiles, HubName, hub_of
 from ftkit.recipe.recipe import Component, Train
 from ftkit.utils.console.formatting import bytes_text
 
@@ -31,10 +40,17 @@ class CorpusOptions:
     path: str | Path | None = None
     """A directory with all files below it, a pattern such as 'texts/**/*.jsonl', or a file: .jsonl,
     .txt or .parquet; .jsonl and .txt also as .gz or .zst, which are read as a whole. A url of a
-    directory or file: s3://, gs:// or az://. Or embedded:documents."""
+    directory or file: s3://, gs:// or az://. A data set of the Hugging Face hub (owner/name), whose
+    files are read by ranges. Or embedded:documents."""
     sources: list[dict[str, Any]] | None = None
     """Several corpora instead of path: a list of objects with path and, optionally, weight (its
-    share of the samples, relative to the others; default 1), text_key and val_path."""
+    share of the samples, relative to the others; default 1), text_key, val_path, revision and
+    data_files."""
+    revision: str | None = None
+    """Version of a hub data set: a commit, a tag or a branch. A run keeps the commit with which it
+    began."""
+    data_files: str | None = None
+    """A file in the repository of a hub data set, or a pattern such as 'data/**'. Default: all."""
     text_key: str = "text"
     """Key or column of the text of a document."""
     text_files: Lines = "document"
@@ -65,8 +81,10 @@ class CorpusOptions:
     longest are removed. 0: none are kept, and every rank tokenises for itself."""
 
 
-_OF_ONE = ("path", "val_path")
-_OF_SOURCES = ("path", "weight", "text_key", "val_path")
+_OF_HUB = ("revision", "data_files")
+_OF_ONE = ("path", "val_path", *_OF_HUB)
+_OF_SOURCES = ("path", "weight", "text_key", "val_path", *_OF_HUB)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def _options_of(init_args: Mapping[str, Any]) -> CorpusOptions:
@@ -111,6 +129,9 @@ def _check(key: str, name: str, value: Any) -> None:
     is_number = is_whole or isinstance(value, float)
     if name in ("path", "val_path"):
         check_value(key, value, isinstance(value, str | Path), "the path of files", "DIRECTORY")
+    elif name in _OF_HUB:
+        works = "main" if name == "revision" else "'data/**'"
+        check_value(key, value, isinstance(value, str) and bool(value), "a text", works)
     elif name == "text_key":
         check_value(key, value, isinstance(value, str) and bool(value), "a text", "text")
     elif name == "sources":
@@ -152,6 +173,8 @@ class OneCorpus:
         self._options, self._key, self.name = options, key, name
         self.where = str(entry["path"])
         """Its path, for people."""
+        self.of_hub = {name: entry[name] for name in _OF_HUB if entry.get(name) is not None}
+        """What of a hub data set is read."""
         self._val_path: str | Path | None = entry.get("val_path")
         self.text_key: str = entry.get("text_key") or options.text_key
         self.weight = float(entry.get("weight") or 1)
@@ -161,7 +184,48 @@ class OneCorpus:
     @cached_property
     def found(self) -> tuple[Place, list[PlacedFile]]:
         """Where it lies, and its files."""
+        if self.is_on_hub:
+            return find_on_hub(self.where, self._hub_files, self._key)
         return find_files(self.where, self._key)
+
+    @cached_property
+    def is_on_hub(self) -> bool:
+        """Whether it is a data set of a hub; no request is sent.
+
+        Raises:
+            UserError: options of hub data sets of another corpus, or nothing reads those of hubs.
+        """
+        if is_hub_name(self.where):
+            hub_of(self.where, self._key)
+            return True
+        for name, value in self.of_hub.items():
+            group = self._key.rpartition(".")[0]
+            works = "" if "[" in group else f" (--{group}.{name} null)"
+            raise UserError(
+                f"{group}.{name} is {value}, but {self.where} is no data set of a hub, and only "
+                f"those have it.\nRemove {name}{works}."
+            )
+        return False
+
+    @cached_property
+    def _hub_files(self) -> HubFiles:
+        hub, name = hub_of(self.where, self._key)
+        return hub.data_files(HubName(name=name, **self.of_hub))
+
+    def pinned(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Its revision as a commit: that of a checkpoint if it was the same data set, or today's.
+
+        Args:
+            saved: the entry of the checkpoint that the run continues from; None: of none.
+        """
+        if not self.is_on_hub:
+            return {}
+        given = self.of_hub.get("revision")
+        is_same = saved is not None and str(saved.get("path")) == self.where
+        if saved is not None and is_same and not _COMMIT.fullmatch(given or ""):
+            self.of_hub |= {"revision": saved.get("revision") or given}
+        self.found  # noqa: B018 - a data set that is not there is refused now
+        return {"revision": self._hub_files.commit}
 
     @cached_property
     def validation(self) -> OwnData | None:
@@ -230,9 +294,10 @@ class OneCorpus:
         else:
             val = self._given_validation()
         files = len(self.pieces.files)
+        version = f" of version {self._hub_files.commit[:7]}" if self.is_on_hub else ""
         said = (
-            f"{files:,} file{'s' * (files != 1)} of {bytes_text(self.pieces.size_bytes)} in "
-            f"{len(self.pieces):,} pieces, read as they are trained on; only their first "
+            f"{files:,} file{'s' * (files != 1)} of {bytes_text(self.pieces.size_bytes)}{version} "
+            f"in {len(self.pieces):,} pieces, read as they are trained on; only their first "
             f"{len(first):,} documents were looked at, and {len(val):,} more to validate on"
         )
         if self.pieces.bad:
@@ -281,7 +346,7 @@ class CorpusSource(DataSource):
         self.windows_ahead = options.windows_ahead
         entries = options.sources
         if entries is None:
-            entry = {"path": options.path, "val_path": options.val_path}
+            entry = {name: getattr(options, name) for name in _OF_ONE}
             self.corpora = [OneCorpus(options, entry, "data.path", "Corpus")]
             return
         paths = [str(entry["path"]).rstrip("/") for entry in entries]
@@ -304,9 +369,12 @@ class CorpusSource(DataSource):
         found: list[Path] = []
         are_here = True
         for corpus in self.corpora:
-            place, placed = corpus.found
-            are_here = are_here and place.is_local
-            found += [file.path for file in placed]
+            if corpus.is_on_hub:
+                are_here = False
+            else:
+                place, placed = corpus.found
+                are_here = are_here and place.is_local
+                found += [file.path for file in placed]
             if corpus.validation is not None:
                 files = corpus.validation.files()
                 if files is None:
@@ -326,6 +394,17 @@ class CorpusSource(DataSource):
     def rendering(self) -> dict[str, Any]:
         key = self.corpora[0].text_key
         return {} if key == "text" else {"columns": {"text": key}}
+
+    def pinned(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        before: list[Mapping[str, Any]] = saved.get("sources") or [saved]
+        if self._options.sources is None:
+            return self.corpora[0].pinned(before[0])
+        known = [*before, *[None] * len(self.corpora)]
+        pinned = [corpus.pinned(entry) for corpus, entry in zip(self.corpora, known, strict=False)]
+        if not any(pinned):
+            return {}
+        entries = zip(self._options.sources, pinned, strict=True)
+        return {"sources": [entry | more for entry, more in entries]}
 
     def check_run(self, train: Train) -> None:
         if train.max_tokens is not None and not self._options.join_documents:

@@ -37,7 +37,14 @@ def corpus(tmp_path: Path) -> Path:
         ({"path": "other"}, "data.path is the directory other ... .jsonl"),
         ({"path": "other/a.csv"}, "other/a.csv ... .jsonl"),
         ({"path": "nothing/*.jsonl"}, "nothing/*.jsonl"),
-        ({"path": "owner/texts"}, "data.path is owner/texts ... hf download ... --data.path texts"),
+        (
+            {"path": "corpus", "revision": "v1"},
+            "data.revision is v1 ... corpus ... --data.revision",
+        ),
+        (
+            {"sources": [{"path": "corpus", "data_files": "a.jsonl"}]},
+            "data.sources[0].data_files is a.jsonl ... corpus",
+        ),
         ({"path": "s3://bucket/*.jsonl"}, "s3://bucket/*.jsonl ... without any of"),
         ({"path": "http://host/texts"}, "http://host/texts ... http"),
         ({"path": "corpus", "piece_kib": 0}, "data.piece_kib is 0 ... 128"),
