@@ -446,6 +446,7 @@ def test_an_optimizer_of_another_package_is_trained_and_resumed(
     assert found == pytest.approx(losses(tmp_path / "torch's"), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_of_another_package_cannot_do_is_refused(
     ftkit_with: Callable[..., Run],
 ) -> None:

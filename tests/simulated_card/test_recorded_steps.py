@@ -62,7 +62,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name",
     [
-        "LoRA with dropout, padded",
+        pytest.param("LoRA with dropout, padded", marks=pytest.mark.slow),
         pytest.param("full, padded", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.matrix) for name in list(CASES)[2:]),
     ],
