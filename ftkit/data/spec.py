@@ -121,8 +121,8 @@ class PartSource:
     """Makes its samples itself: takes what `ftkit.data.dataset.load_data` does (tokenizer, most
     tokens of a sample, progress), and returns the `LoadedPart`. None: they are made of records."""
     in_order: bool = False
-    """Whether every epoch takes its samples in their own order; else it shuffles them. Either all
-    sources are of this kind, and an epoch takes every sample of theirs once, or none is."""
+    """Whether every epoch takes its samples in their own order; else it shuffles them. Sources are
+    all of this kind, or all of the other. In their own order, an epoch takes each sample once."""
 
 
 class DataSource(ABC):

@@ -369,7 +369,7 @@ def _objective(r: Reading, *, is_adapter: bool) -> bool:
     given = r["loss"] or {}
     name, noise = _last(given), given.get("label_smoothing", 0.0)
     if given.get("reduction", "mean") != "mean":
-        r.refuse("loss.reduction", "a loss that is no mean over tokens")
+        r.refuse("loss.reduction", "a loss that is not the mean over tokens")
     if name in ("DPOLoss", "RSOLoss"):
         _refuse_others(r, "loss", given, _LOSS)
         loss = "conservative" if noise else "sigmoid"

@@ -24,7 +24,7 @@ class Form:
     before: str = ""
     """Before a message."""
     after: str = ""
-    """Behind a message that is no answer."""
+    """Behind a message of anyone but the assistant."""
     end: str
     """Behind an answer, as jinja."""
     begin: str = ""

@@ -43,7 +43,7 @@ class DataSetFiles:
             wanted: its name, and what of it; without `data_files` all of its files.
 
         Raises:
-            UserError: there is no such data set, version or file, or the hub cannot be reached.
+            UserError: the data set, its version or the file is missing, or the hub does not answer.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile

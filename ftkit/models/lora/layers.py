@@ -222,7 +222,7 @@ def adapter_from_base(
 
 
 class Plain:
-    """Plain LoRA, as a variant of PEFT's LoRA layers."""
+    """Plain LoRA, as a variant of PEFT's LoRA layers; `AdaptedLinear` computes most by itself."""
 
     # PEFT scales the wide product and adds it to a copy of the layer's result; here one product
     # is scaled and added in the memory of the result: a block keeps up to 28 % less for its

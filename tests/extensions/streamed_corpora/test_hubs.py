@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from command import command_environment, command_line
-from corpora import documents, lines_of, write_corpus
+from corpora import documents, lines_of
 from huggingface_hub import constants
 from messages import key_words
 from runs import options
 from saved_runs import recipe
 from stand_in_hub import COMMIT, NAME, TOKEN, DataHub, serving_data
-from tiny import make_tokenizer
 
 from ftkit.data.samples.stream import Stream
 from ftkit.data.sources import pinned
@@ -29,18 +28,6 @@ from ftkit.recipe.hubs import Hub, HubName, as_owner_of
 from ftkit.recipe.recipe import Component
 
 OTHER_COMMIT = "d" * 40
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(directory)
-    return Tokenizer(directory)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpora") / "corpus", 12)
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from command import Command
-from corpora import documents, lines_of, write_corpus
+from corpora import documents, lines_of
 from messages import key_words
 from object_servers import BUCKET, Bucket, Proxy, gs_server, s3_server
 from runs import options, rows
-from tiny import make_tokenizer
 
 from ftkit.data.samples.stream import Stream
 from ftkit.errors import UserError
@@ -31,18 +30,6 @@ def storage(request: pytest.FixtureRequest) -> Iterator[Proxy]:
     )
     with s3_server() if request.param == "s3" else gs_server() as proxy:
         yield proxy
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(directory)
-    return Tokenizer(directory)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpora") / "corpus", 12)
 
 
 @pytest.fixture
