@@ -18,11 +18,13 @@ from ftkit.runs.report.report import RecordedSteps, Report, read_report
 
 pytestmark = needs_card
 
-STEPS = 8
+STEPS = 16
 RECORDED = ("--train.record_steps", "true")
 MIXED = ("--precision", "bf16-mixed")
 EXACT = 1e-6
 """Largest relative difference of losses."""
+ROUNDED_STEPS = 8
+"""Steps compared in 16 bits: fillers round them elsewhere, and each update adds to that."""
 ROUNDED = 3e-3
 """The same where 16 bits round what is added up in another order, as over the rows of fillers."""
 
@@ -71,8 +73,11 @@ def test_losses_are_those_of_computed_steps(machine: OnCard, name: str) -> None:
     command, words, tolerance = CASES[name]
     expected = machine.completed(command, *words)
     found = machine.completed(command, *words, *RECORDED)
-    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
-    norms = [[float(row["grad_norm"] or 0) for row in one.rows] for one in (found, expected)]
+    compared = ROUNDED_STEPS if "--precision" in words else STEPS
+    assert found.losses[:compared] == pytest.approx(expected.losses[:compared], rel=tolerance)
+    norms = [
+        [float(row["grad_norm"] or 0) for row in one.rows[:compared]] for one in (found, expected)
+    ]
     assert norms[0] == pytest.approx(norms[1], rel=max(1e-4, tolerance))
 
     recorded, before = replayed(found), report(expected)
@@ -83,7 +88,9 @@ def test_losses_are_those_of_computed_steps(machine: OnCard, name: str) -> None:
     throughput = report(found).throughput
     assert throughput is not None and throughput.compiled_graphs == recorded.shapes
     step = report(found).step_s
-    assert step is not None and step.recorded and not (before.step_s and before.step_s.recorded)
+    assert (
+        step is not None and step.recorded > 1e-3 and not (before.step_s and before.step_s.recorded)
+    )
     # Fillers count for no token, and as padding.
     ours, theirs = report(found).tokens, before.tokens
     assert ours is not None and theirs is not None and before.recorded_steps is None

@@ -102,7 +102,8 @@ class _Adapted(torch.autograd.Function):
         result.addmm_(narrow, b.t(), alpha=scaling)
         # All adapters of an input keep the same tensor; cast or after dropout, each its own.
         ctx.save_for_backward(x, weight, a, b, narrow, kept)
-        return result.view(*x.shape[:-1], -1)
+        # Callers may add to it in place, which autograd refuses on a view made in here.
+        return torch.ops.aten._unsafe_view(result, (*x.shape[:-1], result.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
