@@ -11,6 +11,7 @@ that are known to be urls. Text is redacted before it is cut: half a url is not 
 import io
 import re
 from contextlib import suppress
+from functools import lru_cache
 from typing import TextIO
 
 REMOVED = "***"
@@ -116,6 +117,8 @@ def is_secret(name: str, value: object = "") -> bool:
     return _SECRET.fullmatch(name) is not None
 
 
+# A report has the same texts each time that it is written, in every phase of a run.
+@lru_cache(maxsize=1000)
 def redacted(text: str) -> str:
     """The text without secrets: users and passwords in urls, signatures and tokens.
 

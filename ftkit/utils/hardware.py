@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ class HostMemory(NamedTuple):
     """Highest RSS since the process started."""
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the installed packages among PACKAGES; nothing is imported."""
     found = {"python": platform.python_version()}

@@ -199,7 +199,9 @@ def test_each_cell_of_a_notebook_runs_in_a_kernel(notebook: Path, tmp_path: Path
 def test_a_notebook_runs_from_any_directory_and_keeps_what_it_shows(
     notebook: Path, tmp_path: Path
 ) -> None:
-    copy = Path(shutil.copy(notebook, tmp_path))
+    copy = tmp_path / notebook.name
+    # Fewer epochs show as much, worse learned, in a third of the time.
+    copy.write_text(notebook.read_text().replace('\\"train.epochs\\": 6', '\\"train.epochs\\": 1'))
     run = subprocess.run(
         [sys.executable, ROOT / "scripts/execute_notebooks", copy],
         capture_output=True,
