@@ -26,6 +26,7 @@ assert "torch" in sys.modules
 """Program that imports what a rank does at its start, in the same way. LoRA imports PEFT later,
 which counts as memory of training."""
 SEED = 1337
+FTKIT = (sys.executable, "-m", "ftkit")
 
 Keys = Mapping[str, Any]
 
@@ -52,7 +53,7 @@ COMMON: dict[str, Any] = {
 
 def words_of(method: str, keys: Keys) -> list[str]:
     """The command line of a run. A key without a value (None) is left out."""
-    command = [sys.executable, "-m", "ftkit", f"finetune_{method}"]
+    command = [*FTKIT, f"finetune_{method}"]
     for key, value in keys.items():
         if value is not None:
             text = str(value).lower() if isinstance(value, bool) else str(value)

@@ -156,18 +156,17 @@ def model_in(place: Path, name: str, precision: str) -> Path:
     """The random model of this size and precision in a directory of models, made if missing."""
     dtype = torch.float32 if precision == "32-true" else torch.bfloat16
     target = place / f"{name}-{precision}"
-    return once(target, lambda made: make_model(made, name, dtype))
+    return once(target, lambda made: make_model(made, SIZES[name], dtype))
 
 
-def make_model(directory: Path, name: str, dtype: torch.dtype) -> int:
+def make_model(directory: Path, size: Size, dtype: torch.dtype) -> int:
     """Write a random model in Hugging Face layout, with its tokenizer; return its parameters.
 
     Args:
         directory: for its files; made if needed.
-        name: one of SIZES.
+        size: of the model.
         dtype: of the weights.
     """
-    size = SIZES[name]
     directory.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     for number, shard in enumerate(_shards(size, dtype), 1):

@@ -239,10 +239,10 @@ def paged_optimizer(scene: Scene, found: Found) -> None:
 def made_model(scene: Scene) -> Path:
     """Make a model with weights in files: runs of models named `random:` save no checkpoints."""
     import torch
-    from benchmarking.workload import make_model
+    from benchmarking.workload import SIZES, make_model
 
     directory = scene.directory / "model"
-    make_model(directory, "llama-1m" if scene.dry else "llama-90m", torch.bfloat16)
+    make_model(directory, SIZES["llama-1m" if scene.dry else "llama-90m"], torch.bfloat16)
     return directory
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, command_environment, command_line
+from runs import start
 from tiny import make_llama
 
 _IMPORT_ALL = (
@@ -52,6 +53,15 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def variables(core: Path) -> dict[str, str]:
     """With the copy before every other ftkit."""
     return command_environment() | {"PYTHONPATH": os.fspath(core)}
+
+
+def ended_there(core: Path, cwd: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """A command of a copy that has ended; its modules are imported anew, their libraries not."""
+    line = command_line(*words)
+    process = start(line, cwd, variables(core))
+    out, err = process.communicate()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(line, process.returncode, out, err)
 
 
 @pytest.mark.slow
@@ -105,10 +115,7 @@ def test_what_only_extensions_have_is_refused(core: Path, tmp_path: Path) -> Non
         ("plan", ROOT / "recipes/quickstart.yaml", "--peft", "vera"),
         ("plan", ROOT / "recipes/quickstart.yaml", "--plugin", "my.py"),
     ):
-        line = command_line(*words)
-        ended = subprocess.run(
-            line, capture_output=True, text=True, env=variables(core), cwd=tmp_path
-        )
+        ended = ended_there(core, tmp_path, *words)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr
         assert words[-1] in ended.stderr or words[0] in ended.stderr
 
@@ -130,8 +137,9 @@ def test_weights_in_8_bits_need_their_extension(core: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_conversations_need_their_extension(core: Path, tmp_path: Path) -> None:
-    line = command_line("plan", ROOT / "recipes/quickstart.yaml", "--data.path=embedded:chats")
-    ended = subprocess.run(line, capture_output=True, text=True, env=variables(core), cwd=tmp_path)
+    ended = ended_there(
+        core, tmp_path, "plan", ROOT / "recipes/quickstart.yaml", "--data.path=embedded:chats"
+    )
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
     assert "ftkit's extension chats, which is missing" in " ".join(ended.stderr.split())
 
@@ -148,10 +156,7 @@ def test_models_and_data_by_name_need_their_extension(core: Path, tmp_path: Path
         (("data", quickstart, "--data.path=org/name"), "data.path is org/name"),
         (("download", "org/name"), "download"),
     ):
-        line = command_line(*words)
-        ended = subprocess.run(
-            line, capture_output=True, text=True, env=variables(core), cwd=tmp_path
-        )
+        ended = ended_there(core, tmp_path, *words)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
         said = " ".join(ended.stderr.split())
         assert key in said, said
@@ -165,8 +170,9 @@ def test_an_interrupted_download_is_not_to_be_continued_by_a_command_that_is_mis
     beside = make_llama(tmp_path / "model") / ".cache/huggingface/download"
     beside.mkdir(parents=True)
     (beside / "model.safetensors.x.incomplete").touch()
-    line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--checkpoint_dir=model")
-    ended = subprocess.run(line, capture_output=True, text=True, env=variables(core), cwd=tmp_path)
+    ended = ended_there(
+        core, tmp_path, "finetune", ROOT / "recipes/quickstart.yaml", "--checkpoint_dir=model"
+    )
     assert ended.returncode == 2 and "interrupted download" in ended.stderr, ended.stderr
     assert "ftkit download" not in ended.stderr
 
@@ -183,10 +189,7 @@ def test_what_an_extension_needs_of_another_one_is_named_where_it_is_missing(
         (("watch", "out"), "comparison"),
         (("sweep", "sweep.yaml"), "comparison"),
     ):
-        line = command_line(*words)
-        ended = subprocess.run(
-            line, capture_output=True, text=True, env=variables(tmp_path), cwd=tmp_path
-        )
+        ended = ended_there(tmp_path, tmp_path, *words)
         assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
         said = " ".join(ended.stderr.split())
         assert f"ftkit {words[0]} needs ftkit's extension {extension}, which is missing" in said
@@ -195,10 +198,8 @@ def test_what_an_extension_needs_of_another_one_is_named_where_it_is_missing(
 @pytest.mark.slow
 def test_the_quick_start_trains_saves_resumes_and_reports(core: Path, tmp_path: Path) -> None:
     def run(*words: object) -> subprocess.CompletedProcess[str]:
-        line = command_line("finetune", ROOT / "recipes/quickstart.yaml", "--out_dir=out", *words)
-        return subprocess.run(
-            line, capture_output=True, text=True, env=variables(core), cwd=tmp_path
-        )
+        quickstart = ROOT / "recipes/quickstart.yaml"
+        return ended_there(core, tmp_path, "finetune", quickstart, "--out_dir=out", *words)
 
     short = ("--train.max_steps=3", "--eval.exact_match=0")
     stopped = run(*short, "--stop_after=2")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, command_environment, command_line
 from rank_jobs import needs_deepspeed
+from runs import start
 
 from ftkit.runs.report.metrics import read_metrics
 from ftkit.utils.registry import Installed, Registry, extension_names, installed_rows
@@ -280,6 +281,13 @@ def make_wheel(
     return wheel
 
 
+_ANEW = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "greetings"]:
+    del sys.modules[name]
+"""
+"""With a start-up file of their own, forks import ftkit anew, and so what has imported it; see
+warm.py."""
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -292,11 +300,15 @@ def ftkit_with(tmp_path: Path) -> Callable[..., Run]:
         wheel = make_wheel(tmp_path, **content)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         subprocess.run([*pip, "--upgrade", "--target", beside, wheel], check=True)
-        environment = command_environment() | {"PYTHONPATH": str(beside)}
+        (beside / "sitecustomize.py").write_text(_ANEW)
+        environment = command_environment() | {"PYTHONPATH": f"{beside}:{ROOT}"}
 
         def run(*words: str) -> subprocess.CompletedProcess[str]:
             line = [sys.executable, "-c", program] if program else command_line(*words)
-            return subprocess.run(line, capture_output=True, text=True, env=environment)
+            process = start(line, Path.cwd(), environment)
+            out, err = process.communicate()
+            assert process.returncode is not None
+            return subprocess.CompletedProcess(line, process.returncode, out, err)
 
         return run
 

@@ -256,12 +256,12 @@ def test_trl_begins_with_the_numbers_that_ftkit_draws(tmp_path: Path) -> None:
     from benchmarking.ftkit_run import SEED
     from benchmarking.peers.cases import LORA_ALPHA, LORA_RANK, TINY_CASES
     from benchmarking.peers.programs import start_of
-    from benchmarking.workload import make_model
+    from benchmarking.workload import SIZES, make_model
     from safetensors.torch import load_file
 
     from ftkit.models.pretrained.base_model import open_base
 
-    make_model(tmp_path / "model", "llama-1m", torch.float32)
+    make_model(tmp_path / "model", SIZES["llama-1m"], torch.float32)
     base = open_base(str(tmp_path / "model"))
     recipe = lora_recipe(base, lora_query=True, lora_r=LORA_RANK, lora_alpha=LORA_ALPHA, seed=SEED)
     adapter = export(build(base, recipe), base, recipe, tmp_path / "adapter")
@@ -556,13 +556,37 @@ def test_the_table_of_scaling_has_a_part_for_each_axis() -> None:
     assert "**size**" not in text
 
 
+@pytest.mark.parametrize(
+    ("costs", "each", "grown"),
+    [
+        ((5.0, 5.9, 14.9), ("10 ms", "10 ms"), "1.0"),
+        ((5.0, 5.099, 15.0), ("1.1 ms", "11 ms"), "10.0"),
+        ((5.0, 5.0, 5.09), ("0 ps", "100 us"), ""),  # the start varies by more
+    ],
+)
+def test_growth_is_that_of_the_cost_of_one_more(
+    costs: tuple[float, ...], each: tuple[str, str], grown: str
+) -> None:
+    from benchmarking.growth import markdown
+
+    row = {"axis": "layers", "run": "", "failure": None, "host_bytes": 2**30}
+    sizes = zip((10, 100, 1000), costs, strict=True)
+    runs = [row | {"size": size, "cpu_s": cpu_s, "round": 0} for size, cpu_s in sizes]
+    failed = {"size": 10_000, "failure": "no end", "cpu_s": 900.0}
+    text = markdown({"runs": [*runs, runs[0] | failed], "hardware": {"cpu": "a CPU"}})
+    assert [line.split(" | ")[3:5] for line in text.splitlines()[2:5]] == [
+        ["", ""], [each[0], ""], [each[1], grown]
+    ]  # fmt: skip
+    assert "10,000" not in text
+
+
 def test_the_document_on_performance_names_every_file_of_figures_and_no_other() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     named = set(re.findall(r"`([^`/\s]+\.json)`", text)) - {"FILE.json"}
     assert named == {file.name for file in (SCRIPTS / "benchmarks").glob("*.json")}
 
 
-COMMANDS = ("peers", "levers", "scaling", "images", "implementations")
+COMMANDS = ("peers", "levers", "scaling", "growth", "images", "implementations")
 PLACES = {"peers": "peers", "objectives": "peers"} | {name: name for name in COMMANDS[1:]}
 """Commands of scripts/benchmark by the places of their tables."""
 FIGURES = [
@@ -576,11 +600,11 @@ FIGURES = [
 def test_the_tables_of_the_document_are_those_of_committed_figures(
     command: str, file: Path
 ) -> None:
-    from benchmarking import images, implementations, levers, scaling
+    from benchmarking import growth, images, implementations, levers, scaling
     from benchmarking.command import DOCUMENT, with_tables
     from benchmarking.peers import command as peers
 
-    modules = (peers, levers, scaling, images, implementations)
+    modules = (peers, levers, scaling, growth, images, implementations)
     module = dict(zip(COMMANDS, modules, strict=True))[command]
     text = module.markdown(json.loads(file.read_text()))
     document = DOCUMENT.read_text()
