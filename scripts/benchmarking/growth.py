@@ -112,7 +112,7 @@ def of_parameters(parameters: float, place: Path) -> Words:
     settings = LLAMAS[parameters].settings | {"torch_dtype": "bfloat16"}
     (place / "model/config.json").write_text(json.dumps(settings))
     write_tokenizer(place / "model")
-    options = ("--train.max_seq_length", "1024", "--precision", "bf16-true", "--gpu", "80GiB")
+    options = ("--train.max_seq_length", "1024", "--precision", "bf16-true", "--gpu", "9999GiB")
     return [*FTKIT, "plan", "--checkpoint_dir", place / "model", *options]
 
 
@@ -212,7 +212,7 @@ def rows_of(name: str, points: Sequence[tuple[float, float, float]]) -> list[lis
     for place, (size, cpu_s, memory) in enumerate(points):
         each = (cpu_s - before) / (size - smaller) if place else 0.0
         row = [name, f"{size:,.0f}", f"{cpu_s:.1f} s", _duration(each) if place else ""]
-        row += [f"{each / each_before:.1f}" if each_before > 0 else ""]
+        row += [f"{each / each_before:.1f}" if min(each, each_before) > 0 else ""]
         rows.append([*row, number(memory, ",.0f", scale=MIB) + " MiB"])
         smaller, before, each_before = size, cpu_s, each
     return rows
