@@ -106,7 +106,8 @@ def assert_same(recipe: Recipe, lengths: list[tuple[int, ...]], base: BaseModel)
     "name",
     [
         "full",
-        "QLoRA",
+        # Packed weights in graphs are also those of the test below in FP8.
+        pytest.param("QLoRA", marks=pytest.mark.matrix),
         pytest.param("LoRA, checkpointed", marks=pytest.mark.matrix),
         pytest.param("int8", marks=pytest.mark.matrix),
     ],

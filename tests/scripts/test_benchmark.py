@@ -734,7 +734,8 @@ def test_runs_that_failed_are_done_again(
     assert begun(options, {}) == {name: [whole]}
 
 
-@pytest.mark.slow
+# Outside the matrix: tables of pairs here, and a part that runs through in test_gpu_suite.py.
+@pytest.mark.matrix
 def test_levers_are_measured_in_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

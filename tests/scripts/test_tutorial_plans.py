@@ -22,7 +22,7 @@ def table_of(*words: str) -> list[str]:
     "words",
     [
         pytest.param(
-            ["--only", "09-13b-full-sgd", "--only", "14-13b-lora", "--only", "a100-7b-4fsdp"],
+            ["--only", "14-13b-lora", "--only", "a100-7b-4fsdp"],
             id="some",
             marks=pytest.mark.slow,
         ),

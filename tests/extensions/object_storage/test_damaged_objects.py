@@ -190,14 +190,16 @@ MATRIX = pytest.mark.matrix
             marks=SLOW,
         ),
         pytest.param(of_another_step, in_small_blocks, (), "start", id="other-step", marks=MATRIX),
-        pytest.param(change(SHARD, flipped), hash_file, (), "start", id="old-version", marks=SLOW),
+        pytest.param(
+            change(SHARD, flipped), hash_file, (), "start", id="old-version", marks=MATRIX
+        ),
         pytest.param(
             change("base/config.json", flipped),
             in_small_blocks,
             (),
             "start",
             id="companion",
-            marks=SLOW,
+            marks=MATRIX,
         ),
         *(
             pytest.param(change(name, damage), in_small_blocks, (), "start", id=word, marks=MATRIX)
