@@ -70,8 +70,8 @@ OFTEN = (*SINGLE, "fsdp x2")
 REPEATED = [
     *((kind, name) for kind in FIRST[1:] for name in OFTEN if name != "full"),
     *((kind, "full") for kind in TABLED if kind not in FIRST),
-    # Outside: the same layouts of text alone in tests/planning/test_step_memory.py.
-    *((FIRST[0], name) for name in TWO_RANKS),
+    # Outside: one with all that FSDP shards; text alone in tests/planning/test_step_memory.py.
+    *((FIRST[0], name) for name in TWO_RANKS if name != "fsdp x2, all"),
     *(("gemma3", name) for name in TRAINED),
 ]
 """Those of the matrix: llava has the same cases, and the first families the usual one."""
