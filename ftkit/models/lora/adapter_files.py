@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, Fused, Naming
 from ftkit.models.bodies.experts import PAIRS
-from ftkit.models.lora.experts import from_peft, in_peft, parameters_adapted
 from ftkit.models.lora.peft_layers import AdapterFiles, layers_of, parameter_of
 from ftkit.models.lora.targets import (
     INITIAL,
@@ -211,8 +210,12 @@ def lora_files(adapter: Mapping[str, Tensor], base: BaseModel, lora: Lora) -> Ad
 
     layers = _joined_layers(adapter)
     pairs = {name.removesuffix(PAIRS): layers.pop(name) for name in _of_experts(layers)}
-    of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
-    tensors = {f"{PREFIX}{name}": tensor for name, tensor in of_experts.items()}
+    tensors: dict[str, Tensor] = {}
+    if pairs:
+        from ftkit.models.lora.experts import in_peft
+
+        of_experts = in_peft({name: (pair.a, pair.b) for name, pair in pairs.items()}, base)
+        tensors |= {f"{PREFIX}{name}": tensor for name, tensor in of_experts.items()}
     ranks: dict[str, int] = {}
     parts: dict[str, list[str]] = {}
     held = _their_layers(base, layers)
@@ -555,7 +558,11 @@ def adapter_tensors(
     copies: dict[str, Tensor] = {}
     holders = _holders(base)
     shapes = parameter_shapes(base)
-    wrapped = parameters_adapted(base, target_parameters(directory))
+    wrapped: dict[str, str] = {}
+    if targets := target_parameters(directory):
+        from ftkit.models.lora.experts import from_peft, parameters_adapted
+
+        wrapped = parameters_adapted(base, targets)
     for name, tensor in stored.items():
         # First pairs of experts, whose wrappers are no layers of the model.
         wrapper, _, matrix = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import seed_of
-from ftkit.models.lora.experts import ExpertPairs, add_expert_pairs, expert_pairs
+from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.peft_layers import layers_of, tuner_layers, without_bitsandbytes
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
@@ -45,6 +45,8 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
     if targets:
         layers_of(lora).add(model, base, targets)
     if lora.lora_experts:
+        from ftkit.models.lora.experts import add_expert_pairs
+
         add_expert_pairs(model, base, lora)
     _drop_by_tokens(model, lora)
     # After the injection, which freezes all but its own parameters.
@@ -119,7 +121,7 @@ def _relate_to_initial(layer: Any, lora_r: int) -> None:
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and module of every adapted linear layer."""
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and not isinstance(module, ExpertPairs):
+        if hasattr(module, "lora_A") and not name.endswith(PAIRS):
             yield name, module
 
 
@@ -127,6 +129,8 @@ class AdapterSwitch:
     """Switches the adapter of a model off, so that the model computes what its base does."""
 
     def __init__(self, model: nn.Module) -> None:
+        from ftkit.models.lora.experts import expert_pairs
+
         # Found once: looking through all modules takes as long as a small layer computes.
         self._layers = [layer for _, layer in tuner_layers(model)]
         self._pairs = [pairs for _, pairs in expert_pairs(model)]
