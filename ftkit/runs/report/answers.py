@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ftkit.data.records.media import ShownMedium
 from ftkit.recipe.recipe import METRICS
-from ftkit.utils.console.html import Pictured
+from ftkit.utils.console.formatting import Pictured
 
 MOST_SHOWN = 8
 """Most media of an example in a report, which holds their pictures."""
