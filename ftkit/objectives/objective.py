@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.errors import UserError
-from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.loss import HeadOutput
 from ftkit.recipe.objectives import objective_options, objective_row
 from ftkit.recipe.recipe import Component
 from ftkit.utils.accelerators.use import sum_dtype
+
+if TYPE_CHECKING:
+    from ftkit.models.bodies.exchange import Exchange
 
 Batch = dict[str, Any]
 """Micro-batch as `ftkit.data.samples.loader.collate` returns it."""

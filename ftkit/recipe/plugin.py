@@ -17,7 +17,6 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
-from ftkit.utils.own_code import execute, line_in
 from ftkit.utils.registry import Registry, imported
 from ftkit.utils.urls import display_path
 
@@ -56,9 +55,17 @@ class Plugin:
         Raises:
             UserError: it fails.
         """
+        from ftkit.utils.own_code import execute
+
         # By content: a process may use several versions of a file, one after another.
         name = f"ftkit_plugin_{self.sha256[:_DIGITS]}"
         return execute(self.source.encode(), self.file, name, self.option)
+
+    def line_of(self, error: BaseException) -> int | None:
+        """Line of the file that raised an error; None: another file did."""
+        from ftkit.utils.own_code import line_in
+
+        return line_in(error, self.file)
 
     def names(self, kind: str) -> list[str]:
         """Names of a kind that it defines."""
@@ -154,7 +161,7 @@ def plugin_in_use() -> Plugin | None:
 def place_in_plugin(error: BaseException) -> str | None:
     """Line of the plugin in use that raised an error, as "my.py, line 5"; None: it did not."""
     plugin = plugin_in_use()
-    line = None if plugin is None else line_in(error, plugin.file)
+    line = None if plugin is None else plugin.line_of(error)
     return None if plugin is None or line is None else f"{Path(plugin.file).name}, line {line}"
 
 
