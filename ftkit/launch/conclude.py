@@ -29,9 +29,9 @@ from ftkit.runs.report.report import (
     write_report,
 )
 from ftkit.runs.report.table import render, summary_line
-from ftkit.runs.resume import DamagedCheckpoint, exit_summary
 from ftkit.runs.run_ends import RUN_ENDS, write_beside_result
 from ftkit.runs.state import brought_up_to_files
+from ftkit.runs.unfinished import DamagedCheckpoint, exit_summary
 from ftkit.strategies.step_memory import StepMemory
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import count_text, utc_now

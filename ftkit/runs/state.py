@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ftkit.checkpoint.store import step_of
 from ftkit.errors import UserError
@@ -41,7 +41,6 @@ from ftkit.runs.report.report import (
     Tokens,
     read_report,
 )
-from ftkit.runs.resume import Start
 from ftkit.runs.url_runs import RunCopy
 from ftkit.utils.console.formatting import exact_utc_text, utc_text
 from ftkit.utils.damaged_files import reading
@@ -49,6 +48,9 @@ from ftkit.utils.json_values import from_json
 from ftkit.utils.process import launcher_starts_again
 from ftkit.utils.url_files import StorageError, unreachable
 from ftkit.utils.urls import display_path
+
+if TYPE_CHECKING:
+    from ftkit.runs.resume import Start
 
 StateName = Literal["starting", OutcomeName, "running", "killed"]
 """`starting`: it has no report yet; `killed`: it ended and nobody could write its report."""
@@ -299,7 +301,7 @@ class LastSession:
 
 
 def restarts_of(
-    run: RunDirectory, start: Start | None, *, world_size: int, started_at_s: float
+    run: RunDirectory, start: "Start | None", *, world_size: int, started_at_s: float
 ) -> tuple[Restart, ...]:
     """All restarts of a run up to the session that starts now.
 

@@ -56,7 +56,7 @@ from ftkit.recipe.parsing import sorted_words, to_yaml
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Memory, Recipe
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.resume import continue_command
+from ftkit.runs.unfinished import continue_command
 from ftkit.strategies.optimizers import base_learning_rate, resolve_optimizer
 from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.state import PARAMETER, state_kinds
