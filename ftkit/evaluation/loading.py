@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import BASE, CheckpointError
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import result_parameter, stored_name
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.errors import UserError
 from ftkit.evaluation.prompting import Prompting, prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.language_model import LanguageModel, outline, outline_plain, round_layers
 from ftkit.models.load_weights import Whole, fill
-from ftkit.models.lora.adapter_files import check_shapes, read_adapter
+from ftkit.models.lora.adapter_reading import check_shapes, read_adapter
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import (
     BaseModel,

@@ -18,7 +18,6 @@ from ftkit.checkpoint.metadata import (
     BaseIdentity,
     DataIdentity,
 )
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, LoadedPart, ValidationSets, load_data, load_sets
@@ -46,7 +45,7 @@ from ftkit.models.flops import (
 )
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
-from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
+from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -108,7 +107,9 @@ from ftkit.training.start import StartingPoint, identities, open_base_model
 from ftkit.utils.console.display import Display
 
 if TYPE_CHECKING:
+    from ftkit.checkpoint.stored_state import StoredState
     from ftkit.data.samples.shapes import FixedShapes
+    from ftkit.models.lora.adapter_reading import Adapter
 
 
 class RunCompanion(ABC):
@@ -560,6 +561,8 @@ def _load_model(setup: Setup, journal: Journal) -> None:
     adapter: Adapter | None = None
     # A checkpoint already has the adapter's values, trained further.
     if isinstance(recipe, LoraRecipe) and recipe.adapter is not None and start.stored is None:
+        from ftkit.models.lora.adapter_reading import check_shapes, read_adapter
+
         adapter = read_adapter(recipe.adapter, base)
         check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
@@ -799,7 +802,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         )
 
 
-def _log_average(strategy: Strategy, stored: StoredState, display: Display) -> None:
+def _log_average(strategy: Strategy, stored: "StoredState", display: Display) -> None:
     """Show if a checkpoint has an average that the recipe does not want, or the reverse."""
     if strategy.averages is not None and not has_average(stored):
         display.message(

@@ -27,7 +27,7 @@ from ftkit.extensions.foreign_checkpoints.unpickling import (
     load_torch_file,
     mapping_in,
 )
-from ftkit.models.lora.adapter_files import stored_adapter
+from ftkit.models.lora.adapter_reading import stored_adapter
 from ftkit.models.lora.targets import TRAINED
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.models.pretrained.model_files import has_tokenizer, read_json, weight_files

@@ -38,7 +38,7 @@ from ftkit.extensions.publish.gguf.mixture import FILE_TYPES, MIXTURES, kinds_of
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE, modelfile
 from ftkit.extensions.publish.model_card import card_files
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.models.lora.adapter_files import stored_adapter
+from ftkit.models.lora.adapter_reading import stored_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     companions,
