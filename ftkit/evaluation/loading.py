@@ -31,7 +31,8 @@ from ftkit.models.pretrained.base_model import (
 from ftkit.models.pretrained.recipe_model import with_named_parts, with_trained_parts
 from ftkit.models.pretrained.reward_model import as_reward_model
 from ftkit.recipe.devices import find_devices
-from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
+from ftkit.recipe.peft_adapter import adapter_keys
+from ftkit.recipe.peft_names import CONFIG
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
 from ftkit.strategies.state import PARAMETER

@@ -38,7 +38,6 @@ from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_dict, to_yaml
-from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Precision, Recipe
@@ -151,7 +150,10 @@ def launch(
     began_s = time.monotonic()
     here = launched(command)
     placed = None if here is None else here[1]
-    recipe = with_adapter(recipe)
+    if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
+        from ftkit.recipe.peft_adapter import with_adapter
+
+        recipe = with_adapter(recipe)
     prepare = functools.partial(
         prepare_run,
         command=command,

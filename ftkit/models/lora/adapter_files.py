@@ -32,7 +32,7 @@ from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, stor
 from ftkit.models.pretrained.save import save_beside
 from ftkit.recipe.adapter_types import is_adapter
 from ftkit.recipe.hubs import or_download
-from ftkit.recipe.peft_adapter import (
+from ftkit.recipe.peft_names import (
     BASE_KEY,
     CONFIG,
     NOTES_KEY,

@@ -18,16 +18,8 @@ from ftkit.models.lora.targets import TRAINED, head_names, names_of, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes, weights
 from ftkit.models.pretrained.pickled_tensors import load_pickled
 from ftkit.recipe.adapter_types import is_adapter
-from ftkit.recipe.peft_adapter import (
-    CONFIG,
-    OLD_WEIGHTS,
-    PARTS_KEY,
-    WEIGHTS,
-    adapter_keys,
-    peft_settings,
-    read_notes,
-    target_parameters,
-)
+from ftkit.recipe.peft_adapter import adapter_keys, peft_settings, read_notes, target_parameters
+from ftkit.recipe.peft_names import CONFIG, OLD_WEIGHTS, PARTS_KEY, WEIGHTS
 from ftkit.recipe.recipe import Lora
 from ftkit.utils.damaged_files import reading, require_regular
 

@@ -46,7 +46,8 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     storage_of,
 )
-from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
+from ftkit.recipe.peft_adapter import adapter_keys
+from ftkit.recipe.peft_names import CONFIG
 from ftkit.utils.output_files import check_space, output_directory
 from ftkit.utils.progress import OnProgress
 
