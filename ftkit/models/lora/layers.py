@@ -9,7 +9,6 @@ https://arxiv.org/abs/2310.08659.
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -123,33 +122,6 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and not name.endswith(PAIRS):
             yield name, module
-
-
-class AdapterSwitch:
-    """Switches the adapter of a model off, so that the model computes what its base does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        from ftkit.models.lora.experts import expert_pairs
-
-        # Found once: looking through all modules takes as long as a small layer computes.
-        self._layers = [layer for _, layer in tuner_layers(model)]
-        self._pairs = [pairs for _, pairs in expert_pairs(model)]
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Context in which the adapter adds nothing, and its dropout draws nothing."""
-        self._switch(is_on=False)
-        try:
-            yield
-        finally:
-            self._switch(is_on=True)
-
-    def _switch(self, *, is_on: bool) -> None:
-        for layer in self._layers:
-            # PEFT 0.21 has a public method, but it also freezes the matrices.
-            layer._disable_adapters = not is_on
-        for pairs in self._pairs:
-            pairs.is_on = is_on
 
 
 def initial_adapter(name: str, shape: torch.Size, seed: int, lora: Lora) -> Tensor:
