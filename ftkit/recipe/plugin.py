@@ -17,6 +17,7 @@ from typing import Any
 
 from ftkit.errors import UserError
 from ftkit.utils.names import nearest
+from ftkit.utils.own_code import execute, line_in
 from ftkit.utils.registry import Registry, imported
 from ftkit.utils.urls import display_path
 
@@ -55,16 +56,12 @@ class Plugin:
         Raises:
             UserError: it fails.
         """
-        from ftkit.utils.own_code import execute
-
         # By content: a process may use several versions of a file, one after another.
         name = f"ftkit_plugin_{self.sha256[:_DIGITS]}"
         return execute(self.source.encode(), self.file, name, self.option)
 
     def line_of(self, error: BaseException) -> int | None:
         """Line of the file that raised an error; None: another file did."""
-        from ftkit.utils.own_code import line_in
-
         return line_in(error, self.file)
 
     def names(self, kind: str) -> list[str]:

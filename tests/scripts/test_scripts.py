@@ -116,6 +116,39 @@ def test_light_modules_import_no_heavy_package() -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
+FEW_RUNS_NEED = {
+    "checkpoint": ("stored_state",),
+    "data.samples": ("shapes", "stream"),
+    "evaluation": ("result",),
+    "models": ("kept_weights", "liger", "offloading", "quantization", "trained_part"),
+    "models.bodies": ("embedding_noise", "exchange", "expert_products"),
+    "models.lora": ("adapter_reading", "experts"),
+    "models.pretrained": ("pickled_tensors", "random_weights", "reward_model"),
+    "recipe": ("changes", "peft_adapter", "recorded"),
+    "runs": ("resume",),
+    "strategies": ("fsdp", "fully_shard", "optimizer_trial"),
+    "training": ("recorded_steps",),
+    "utils": ("texts",),
+    "utils.console": ("html",),
+}
+
+
+def test_a_run_loads_what_few_runs_need_only_where_it_needs_it() -> None:
+    """By the imports at the top of modules: nobody has to read the others to follow a run."""
+    left, found = ["training.rank", "cli.app", "launch.supervisor"], set[str]()
+    while left:
+        file = ROOT / "ftkit" / f"{(module := left.pop()).replace('.', '/')}.py"
+        if module in found or not file.is_file():
+            continue
+        found.add(module)
+        for one in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(one, ast.ImportFrom):
+                names = (str(one.module), *(f"{one.module}.{name.name}" for name in one.names))
+                left += [name.removeprefix("ftkit.") for name in names]
+    assert len(found) > 150
+    assert not found & {f"{at}.{name}" for at, names in FEW_RUNS_NEED.items() for name in names}
+
+
 NO_MODULES = {
     "ftkit.__file__",
     *(
