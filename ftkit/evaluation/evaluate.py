@@ -305,9 +305,7 @@ def _measure(
         longest=max(int(one.samples.longest.max()) for one in wanted if len(one.samples)),
         shapes=FixedShapes.of(
             plan, [one.samples for one in wanted], pads_labels=ignores_padding(objective)
-        )
-        if plan.kind.compiles_shapes
-        else None,
+        ),
     )
 
     def validated(one: Wanted, sources: int) -> Validated:

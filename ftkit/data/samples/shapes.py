@@ -49,14 +49,16 @@ class FixedShapes:
     """Whether labels are added that count for nothing, so that their number is fixed too."""
 
     @classmethod
-    def of(cls, plan: Plan, sets: Iterable[Measured], *, pads_labels: bool) -> Self:
-        """Choose the shapes of a run, whose kind of device `compiles_shapes`.
+    def of(cls, plan: Plan, sets: Iterable[Measured], *, pads_labels: bool) -> Self | None:
+        """Choose the shapes of a run; None: its devices compute any shape at once.
 
         Args:
             plan: of the run.
             sets: all samples that it computes, to train on and to validate on; at least one.
             pads_labels: see there.
         """
+        if not plan.kind.compiles_shapes:
+            return None
         known = [samples for samples in sets if len(samples)]
         return cls(
             rows=plan.rows,

@@ -237,9 +237,7 @@ def _reference_model(
             padding_free=path != "padded",
             attention_cost=0,
             longest=max_seq_length,
-            shapes=FixedShapes.of(plan, [one.samples for one in wanted], pads_labels=True)
-            if plan.kind.compiles_shapes
-            else None,
+            shapes=FixedShapes.of(plan, [one.samples for one in wanted], pads_labels=True),
         ),
         max_seq_length=max_seq_length,
         is_own=recipe.reference is None,
