@@ -205,7 +205,7 @@ def test_embedding_and_head_are_among_what_is_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter = foreign["the embedding alone"]
-    monkeypatch.setattr("ftkit.models.lora.adapter_files.unties", lambda *_: False)
+    monkeypatch.setattr("ftkit.models.lora.adapter_reading.unties", lambda *_: False)
     monkeypatch.setattr(peft_reading, "available_host_bytes", lambda: free_bytes)
     base = adapter.parent / "base"
     text = mistake(adapter, "--out", tmp_path / "merged", "--checkpoint_dir", base)
