@@ -302,12 +302,7 @@ class UrlCopy:
     """A copy of a run; see `ftkit.runs.url_runs.RunCopy`."""
 
     def __init__(self, path: Path, copy: Path) -> None:
-        """Download nothing yet; see `look`.
-
-        Args:
-            path: the directory that stands for the url.
-            copy: an empty directory.
-        """
+        """Download nothing yet; `path` stands for the url, and `copy` is an empty directory."""
         self.path, self._run = path, RunDirectory(copy)
         self._replica = Replica(copy, Objects.of(path))
         self._claim = ClaimWatch(self._replica.objects)
@@ -381,12 +376,7 @@ class UrlCopies:
     """Copies of runs, with one listing for all; see `ftkit.runs.url_runs.RunCopies`."""
 
     def __init__(self, path: Path, place: Path) -> None:
-        """Download nothing yet; see `look`.
-
-        Args:
-            path: the directory that stands for the url.
-            place: an empty directory.
-        """
+        """Download nothing yet; `path` stands for the url, and `place` is an empty directory."""
         self._path, self._place = path, place
         self._objects = Objects.of(path)
         self._copies: dict[str, UrlCopy] = {}
