@@ -48,7 +48,6 @@ from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.launchers import ExternalRanks, launched, launchers_here
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
 from ftkit.runs.report.report import Restart, read_report
-from ftkit.runs.state import restarts_of
 from ftkit.runs.unfinished import follow_moved, require_free, resumes_in_place
 from ftkit.runs.url_runs import (
     OtherHosts,
@@ -298,6 +297,7 @@ def prepare_run(
     require_provider(recipe.out_dir)
     if recipe.resume is not False:
         # Without it there is no start, for which alone the others are called.
+        from ftkit.runs.restarts import restarts_of
         from ftkit.runs.resume import (
             check_plugin,
             copy_rows,

@@ -36,8 +36,8 @@ from ftkit.runs.report.report import Loss, Progress
 from ftkit.runs.unfinished import (
     DamagedCheckpoint,
     continue_command,
-    report_in,
     resumes_in_place,
+    sound_report,
 )
 from ftkit.runs.url_runs import fetch_without_shards, refresh
 from ftkit.strategies.schedule import make_schedule, without_epochs
@@ -156,7 +156,7 @@ def _run_in(out_dir: Path) -> RunDirectory:
 def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
     newest = run.store.newest()
     if newest is not None:
-        checkpoint, report = run.store.path(newest), report_in(run)
+        checkpoint, report = run.store.path(newest), sound_report(run.report)
         try:
             if report is not None and report.diverged_from == newest:
                 # Any rate gives the same loss again: it is computed with these weights.
@@ -172,7 +172,7 @@ def _newest_start(recipe: Recipe, run: RunDirectory) -> Start | None:
             f"resume is true, but {display_path(run.path)} has no checkpoint. "
             "Try --resume auto, which starts a new run then."
         )
-    report = report_in(run)
+    report = sound_report(run.report)
     if report is not None and report.outcome == "completed":
         raise Completed(
             f"{display_path(run.path)} is complete ({report.exit_reason}), and has no checkpoint "
@@ -399,7 +399,7 @@ def _refuse_completed(recipe: Recipe, start: Start) -> None:
 def _has_finished(run: RunDirectory, newest: int) -> bool:
     """Return whether the run is complete, by a report about its newest checkpoint."""
     # An older report does not count: a session after it was killed.
-    report = report_in(run)
+    report = sound_report(run.report)
     if report is None or report.outcome != "completed":
         return False
     return (report.progress or Progress()).steps == newest

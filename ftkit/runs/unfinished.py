@@ -101,7 +101,7 @@ def require_free(out_dir: Path, method: Method) -> None:
     """
     run = RunDirectory(out_dir)
     newest = run.store.newest()
-    report = report_in(run)
+    report = sound_report(run.report)
     # A run without a checkpoint cannot be continued, and a complete one has nothing left to do.
     if newest is None or (report is not None and report.outcome == "completed"):
         return
@@ -112,9 +112,9 @@ def require_free(out_dir: Path, method: Method) -> None:
     )
 
 
-def report_in(run: RunDirectory) -> Report | None:
-    """The report of a run; None: none, or one that cannot be read."""
+def sound_report(file: Path) -> Report | None:
+    """The report in a file; None: there is none, or one that cannot be read."""
     try:
-        return read_report(run.report)
+        return read_report(file)
     except UserError:
         return None
