@@ -11,7 +11,6 @@ from pathlib import Path
 from ftkit.checkpoint.file_checks import mark_damaged
 from ftkit.checkpoint.metadata import CheckpointError, read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
-from ftkit.launch.preflight import find_shortage, shortage_text
 from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import Recipe
@@ -76,6 +75,8 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         except OSError as failure:
             display.warning(f"{run.report} cannot be written ({failure.strerror})")
         if report.outcome == "out_of_memory":
+            from ftkit.launch.shortage import find_shortage
+
             with display.phase("searching for changes that would make it fit"):
                 # In a process of its own, for at most 60 s.
                 shortage = find_shortage(
@@ -100,6 +101,8 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if job.quiet:
             display.show_text(summary_line(report, out_dir))
         if report.shortage is not None:
+            from ftkit.launch.shortage import shortage_text
+
             display.show_text(
                 shortage_text(report.shortage, job.plan.accelerator, report.exit_reason)
             )

@@ -118,6 +118,7 @@ def test_light_modules_import_no_heavy_package() -> None:
 
 FEW_RUNS_NEED = """
     checkpoint.stored_state data.samples.shapes data.samples.stream evaluation.result
+    launch.shortage
     models.bodies.embedding_noise models.bodies.exchange models.bodies.expert_products
     models.kept_weights models.liger models.lora.adapter_reading models.lora.experts
     models.offloading models.pretrained.pickled_tensors models.pretrained.random_weights
