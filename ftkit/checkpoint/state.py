@@ -6,11 +6,12 @@ communication between ranks, and loading reads the ranges that the current layou
 """
 
 from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from ftkit.checkpoint.metadata import CheckpointError
-from ftkit.checkpoint.shards import Piece, StoredState, StoredTensor, blocks_of, share_of
+from ftkit.checkpoint.shards import Piece, blocks_of, share_of
 from ftkit.errors import UserError
 from ftkit.models.language_model import LanguageModel
 from ftkit.models.load_weights import Sharding, kept_parameters
@@ -22,6 +23,9 @@ from ftkit.strategies.state import (
     StatePart,
     codes_per_byte,
 )
+
+if TYPE_CHECKING:
+    from ftkit.checkpoint.stored_state import StoredState, StoredTensor
 
 
 def stored_name(kind: str, parameter: str) -> str:
@@ -53,23 +57,23 @@ def capture(
             )
 
 
-def trained_parameter(stored: StoredState, name: str) -> StoredTensor:
+def trained_parameter(stored: "StoredState", name: str) -> "StoredTensor":
     """A parameter in a checkpoint, by ftkit's name for it."""
     return stored[stored_name(PARAMETER, name)]
 
 
-def result_parameter(stored: StoredState, name: str) -> StoredTensor:
+def result_parameter(stored: "StoredState", name: str) -> "StoredTensor":
     """A parameter of the result that a checkpoint gives: its average, if it has one."""
     average = stored_name(AVERAGE, name)
     return stored[average] if average in stored else trained_parameter(stored, name)
 
 
-def has_average(stored: StoredState) -> bool:
+def has_average(stored: "StoredState") -> bool:
     """Return whether a checkpoint has averages of the trained parameters."""
     return any(name.startswith(f"{AVERAGE}/") for name in stored.names())
 
 
-def replace_trained(model: LanguageModel, sharding: Sharding, stored: StoredState) -> None:
+def replace_trained(model: LanguageModel, sharding: Sharding, stored: "StoredState") -> None:
     """Replace the trained parameters by those of a checkpoint's result; every rank calls this.
 
     The optimizer keeps its own copies unchanged, so nothing can be trained afterwards.
@@ -88,7 +92,10 @@ def replace_trained(model: LanguageModel, sharding: Sharding, stored: StoredStat
 
 
 def restore(
-    model: LanguageModel, state: OptimizerStateView, stored: StoredState, scalars: dict[str, float]
+    model: LanguageModel,
+    state: OptimizerStateView,
+    stored: "StoredState",
+    scalars: dict[str, float],
 ) -> None:
     """Restore the training state from a checkpoint that any layout has written.
 
@@ -113,7 +120,7 @@ def restore(
                     _read(part, stored, stored_name(part.kind, our_name(own)))
 
 
-def _read(part: StatePart, stored: StoredState, name: str) -> None:
+def _read(part: StatePart, stored: "StoredState", name: str) -> None:
     tensor = stored[name]
     if tensor.shape != part.shape:
         raise CheckpointError(f"{name} has shape {list(tensor.shape)}, not {list(part.shape)}")
@@ -133,7 +140,7 @@ def _read(part: StatePart, stored: StoredState, name: str) -> None:
     part.scales.copy_(exact[1])
 
 
-def check_kinds(kinds: Collection[str], stored: StoredState, optimizer: str) -> None:
+def check_kinds(kinds: Collection[str], stored: "StoredState", optimizer: str) -> None:
     """Refuse an optimizer whose kinds of state differ from those in a checkpoint.
 
     Args:

@@ -312,12 +312,7 @@ class Store:
         return self._problem_of_step(step) or check_files(self.path(step))
 
     def verify(self, step: int, progress: OnProgress | None = None) -> list[str]:
-        """Problems of a checkpoint, by its checksums; unlisted files are problems too.
-
-        Args:
-            step: of the checkpoint.
-            progress: called from the calling thread.
-        """
+        """Problems of a checkpoint, by its checksums; see the function `verify`."""
         return self._problem_of_step(step) or verify(self.path(step), progress)
 
     def delete(self, step: int) -> None:

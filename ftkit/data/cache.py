@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from filelock import FileLock, Timeout
 
-from ftkit.data.media_files import first_changed, stamps_of
 from ftkit.data.prepare import Counts, Prepared, make_renderer
 from ftkit.data.records.keys import UnusedKeys
 from ftkit.data.records.media import MEDIA_KINDS, with_files
@@ -363,6 +362,8 @@ def _write(
     prepared, part = entry.prepared, entry.part
     arrays = prepared.samples.arrays._asdict()
     if files := prepared.samples.media_files:
+        from ftkit.data.media_files import stamps_of
+
         _write_stamps(directory, stamps_of(files, read_at_ns))
         below = [
             one._replace(file=os.path.relpath(one.file, folder)) if one.is_relative else one
@@ -446,6 +447,8 @@ def _check_media(directory: Path, samples: SampleSet) -> None:
     """Refuse an entry of which a file of media has changed."""
     if not (files := samples.media_files):
         return
+    from ftkit.data.media_files import first_changed
+
     stamps = None
     with contextlib.suppress(OSError, ValueError):
         stamps = np.fromfile(directory / _STAMPS, dtype="<i8").reshape(-1, 2)

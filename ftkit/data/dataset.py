@@ -38,7 +38,6 @@ from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.rendering import NO_OUTPUT, Example, Renderer
 from ftkit.data.samples.sample_set import JoinedSamples, Samples, interleave
 from ftkit.data.samples.sampler import EpochOrder
-from ftkit.data.samples.stream import Stream
 from ftkit.data.sources import data_source, validation_sets
 from ftkit.data.spec import DataSource, Part, PartSource
 from ftkit.errors import UserError
@@ -48,6 +47,7 @@ from ftkit.recipe.recipe import Component
 from ftkit.utils.registry import imported
 
 if TYPE_CHECKING:
+    from ftkit.data.samples.stream import Stream
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
 Split = Literal["train", "val"]
@@ -318,7 +318,7 @@ class DataSets(_Loaded):
     """Training samples of all sources, one source after another."""
     val: Samples
     """Validation samples, interleaved so that the first ones have the same share of each source."""
-    stream: Stream | None = None
+    stream: "Stream | None" = None
     """What is trained on, where an epoch has no known length: `train` is then of its first
     records. None: `train` is."""
 

@@ -364,29 +364,10 @@ UNKNOWN_TOKEN = "it has a token id that the tokenizer does not have"
 """Reason for a refusal of a token sequence."""
 
 
-class TokensRenderer(Renderer):
+class TokensRenderer(TextRenderer):
     """Renders token ids, whose loss has a weight each, as they are."""
 
     is_python_bound = True
-
-    def __init__(self, tokenizer: "Tokenizer | None") -> None:
-        """Set the tokenizer of the base model; None: only texts are needed."""
-        self._tokenizer = tokenizer
-
-    @classmethod
-    def of(cls, rules: Rules, tokenizer: "Tokenizer | None") -> Self:
-        """The renderer of token sequences."""
-        return cls(tokenizer)
-
-    @cached_property
-    def template(self) -> ChatTemplate:
-        assert self._tokenizer is not None
-        return template_of_style(DEFAULT, self._tokenizer)
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        assert self._tokenizer is not None
-        return frozenset({self._tokenizer.eos_id})
 
     def text(self, record: Record) -> str:
         """The ids in words: at least one byte for each token."""

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import BASE, CheckpointError
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import result_parameter, stored_name
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.errors import UserError
 from ftkit.evaluation.prompting import Prompting, prompting_of
 from ftkit.evaluation.result import Result
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.language_model import LanguageModel, outline, outline_plain, round_layers
 from ftkit.models.load_weights import Whole, fill
-from ftkit.models.lora.adapter_files import check_shapes, read_adapter
+from ftkit.models.lora.adapter_reading import check_shapes, read_adapter
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -31,7 +31,8 @@ from ftkit.models.pretrained.base_model import (
 from ftkit.models.pretrained.recipe_model import with_named_parts, with_trained_parts
 from ftkit.models.pretrained.reward_model import as_reward_model
 from ftkit.recipe.devices import find_devices
-from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
+from ftkit.recipe.peft_adapter import adapter_keys
+from ftkit.recipe.peft_names import CONFIG
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Precision, Quantization, Recipe, Train
 from ftkit.strategies.state import PARAMETER

@@ -34,13 +34,13 @@ from ftkit.models.pretrained.single_file import single_file
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import gives_scores
 from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
 from ftkit.recipe.peft_adapter import (
     base_fingerprint,
     is_reward_adapter,
     noted_tokens,
     peft_settings,
 )
+from ftkit.recipe.peft_names import CONFIG as ADAPTER_CONFIG
 from ftkit.recipe.recipe import LoraRecipe, Method, Precision, Quantization, Recipe
 from ftkit.recipe.recipe_sections import rounding_of, without_rounding
 from ftkit.runs.checkpoints import find, misnamed

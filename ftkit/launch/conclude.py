@@ -11,7 +11,6 @@ from pathlib import Path
 from ftkit.checkpoint.file_checks import mark_damaged
 from ftkit.checkpoint.metadata import CheckpointError, read_metadata
 from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, UserError
-from ftkit.launch.preflight import find_shortage, shortage_text
 from ftkit.recipe.batches import MicroBatch
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import Recipe
@@ -29,9 +28,9 @@ from ftkit.runs.report.report import (
     write_report,
 )
 from ftkit.runs.report.table import render, summary_line
-from ftkit.runs.resume import DamagedCheckpoint, exit_summary
 from ftkit.runs.run_ends import RUN_ENDS, write_beside_result
 from ftkit.runs.state import brought_up_to_files
+from ftkit.runs.unfinished import DamagedCheckpoint, exit_summary
 from ftkit.strategies.step_memory import StepMemory
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import count_text, utc_now
@@ -76,6 +75,8 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         except OSError as failure:
             display.warning(f"{run.report} cannot be written ({failure.strerror})")
         if report.outcome == "out_of_memory":
+            from ftkit.launch.shortage import find_shortage
+
             with display.phase("searching for changes that would make it fit"):
                 # In a process of its own, for at most 60 s.
                 shortage = find_shortage(
@@ -100,6 +101,8 @@ def conclude(job: Job, received: Sequence[signal.Signals]) -> int:
         if job.quiet:
             display.show_text(summary_line(report, out_dir))
         if report.shortage is not None:
+            from ftkit.launch.shortage import shortage_text
+
             display.show_text(
                 shortage_text(report.shortage, job.plan.accelerator, report.exit_reason)
             )

@@ -6,7 +6,6 @@ Also whether its models have the same tokens, where there are several.
 import dataclasses
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ftkit.errors import DoesNotFit, UserError, device_line
+from ftkit.errors import DoesNotFit, UserError
 from ftkit.models.pretrained.model_files import read_json
 from ftkit.models.pretrained.places import (
     ROOT,
@@ -33,11 +32,9 @@ from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import Recipe
-from ftkit.runs.report.report import PeakMemory
-from ftkit.strategies.step_memory import Shortage
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.console.display import Display
-from ftkit.utils.console.formatting import SIZE_UNITS, bytes_text
+from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.json_values import without_tokens
 from ftkit.utils.process import own_program
 from ftkit.utils.progress import print_notice, print_shown
@@ -174,7 +171,7 @@ def require_room(
     if found["changes"]:
         lines.append("Changes that would make it fit, those that cost the least speed first:")
     for change in found["changes"]:
-        lines.append(f"  {change['title']}: {_command(command, change)}")
+        lines.append(f"  {change['title']}: {changed_command(command, change)}")
     raise DoesNotFit("\n".join(lines))
 
 
@@ -198,90 +195,6 @@ def _each_has(device: Gpu, there: str) -> str:
     if device.name == HOST:
         return f"of host memory for each rank, but each has {there}"
     return f"on each GPU, which has {there}"
-
-
-_REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
-_CAPACITY = re.compile(r"total capacity of ([\d.]+) (bytes|KiB|MiB|GiB)")
-"""In torch's messages: the size that did not fit, and (on CUDA) the total."""
-_ADVICE_S = 60.0
-"""Seconds that the end of a run may take to find what would fit."""
-
-
-def find_shortage(
-    recipe: Recipe,
-    devices: Devices,
-    command: Sequence[str],
-    peak: PeakMemory | None,
-    message: str,
-    chosen: MicroBatch | None = None,
-) -> Shortage:
-    """Memory that a failed run lacked, and what would fit.
-
-    Args:
-        recipe: of the run, all of which is planned again.
-        devices: of this machine.
-        command: the command line, to which changes are added.
-        peak: highest memory of the rank that ran out of memory.
-        message: its error.
-        chosen: micro-batch of the run, if the recipe left it open.
-    """
-    ranks = ranks_here(recipe.devices, devices)
-    device = device_here(ranks, devices)
-    # Host memory is shared with other programs: what is free now was the limit, not the total.
-    if devices.accelerator == HOST_KIND:
-        held_bytes = (peak.host_bytes or peak.rss_bytes) if peak else None
-        device = free_here(ranks, devices)
-    else:
-        held_bytes = peak.allocated_bytes if peak else None
-        # torch names the memory of the card, also of one that nothing else knows.
-        if capacity := _bytes_in(_CAPACITY, message):
-            known = device or Gpu(name="GPU", memory_bytes=0, bf16=devices.bf16_native)
-            device = dataclasses.replace(known, memory_bytes=capacity)
-    available_bytes = None if device is None else device.memory_bytes
-    found: dict[str, Any] = {}
-    if device is not None:
-        found = _check(recipe, devices, device, chosen=chosen, failed=True, timeout_s=_ADVICE_S)
-    return Shortage(
-        held_bytes=held_bytes,
-        asked_bytes=_bytes_in(_REQUESTED, message),
-        available_bytes=available_bytes,
-        predicted_peak_bytes=found.get("peak_bytes"),
-        predicted_for=found.get("length"),
-        changes=[
-            f"{change['title']}: {_command(command, change)}"
-            for change in found.get("changes", ())
-            if change["fits"]
-        ],
-    )
-
-
-def shortage_text(shortage: Shortage, accelerator: str, message: str) -> str:
-    """Text for the user; `message` is the error that ended the run."""
-    parts = []
-    if shortage.held_bytes is not None:
-        parts.append(f"{bytes_text(shortage.held_bytes)} were held")
-    if shortage.asked_bytes is not None:
-        parts.append(f"{bytes_text(shortage.asked_bytes)} more were requested")
-    if shortage.available_bytes is not None:
-        where = "free for each rank" if accelerator == "cpu" else "on each GPU"
-        parts.append(f"{bytes_text(shortage.available_bytes)} are {where}")
-    lines = [f"memory: {', '.join(parts)}"] if parts else []
-    if shortage.asked_bytes is None and device_line(message):  # not from torch's allocator
-        lines.append(
-            "the driver had no memory left: CUDA, libraries and other programs also use memory"
-        )
-    if shortage.predicted_peak_bytes is not None:
-        predicted = bytes_text(shortage.predicted_peak_bytes)
-        lines.append(f"predicted: {predicted} in tensors (sequences: {shortage.predicted_for})")
-    if shortage.changes:
-        lines.append("changes that would make it fit, those that cost the least speed first:")
-        lines += [f"  {change}" for change in shortage.changes]
-    return "\n".join(lines)
-
-
-def _bytes_in(pattern: re.Pattern[str], message: str) -> int | None:
-    found = pattern.search(message)
-    return found and int(float(found[1]) * SIZE_UNITS.get(found[2], 1))
 
 
 def _may_be_too_large(plan: Plan, device: Gpu, now_bytes: int, ranks: int) -> bool:
@@ -335,7 +248,8 @@ def _most_positions(plan: Plan, length: int) -> int:
     return sequences * length
 
 
-def _command(command: Sequence[str], change: dict[str, Any]) -> str:
+def changed_command(command: Sequence[str], change: dict[str, Any]) -> str:
+    """Words of a command line with one of the changes that `check` returns."""
     words = list(command)
     if change["method"] == "lora":
         words = ["finetune" if word == "finetune_full" else word for word in words]
@@ -351,15 +265,15 @@ def _gib(found: dict[str, Any]) -> str:
 def _check_shown(
     recipe: Recipe, devices: Devices, device: Gpu, chosen: MicroBatch | None = None
 ) -> dict[str, Any]:
-    """`_check` with a progress line: it takes seconds."""
+    """`check` with a progress line: it takes seconds."""
     with (
         Display(None, stream=sys.stderr) as display,
         display.phase("predicting memory", brief=True),
     ):
-        return _check(recipe, devices, device, chosen=chosen)
+        return check(recipe, devices, device, chosen=chosen)
 
 
-def _check(
+def check(
     recipe: Recipe,
     devices: Devices,
     device: Gpu,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftkit.checkpoint.metadata import BASE
 from ftkit.data.sources import check_data, check_run_length, pinned
@@ -37,7 +38,6 @@ from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.options import FinetuneOptions
 from ftkit.recipe.own_metric import OwnMetric, own_metrics
 from ftkit.recipe.parsing import as_text, read_recipe, sorted_words, to_dict, to_yaml
-from ftkit.recipe.peft_adapter import with_adapter
 from ftkit.recipe.plan import Plan, make_plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import ALL_LINEAR, FINETUNE, LoraRecipe, Precision, Recipe
@@ -48,19 +48,7 @@ from ftkit.runs.job import Job, StopAfter
 from ftkit.runs.launchers import ExternalRanks, launched, launchers_here
 from ftkit.runs.lock import LOST_S, claim, is_at_work, unwritable
 from ftkit.runs.report.report import Restart, read_report
-from ftkit.runs.resume import (
-    Start,
-    check_plugin,
-    copy_rows,
-    find_start,
-    follow_moved,
-    lost_rows,
-    ready_to_go_on,
-    require_free,
-    resumes_in_place,
-    verify_start,
-)
-from ftkit.runs.state import restarts_of
+from ftkit.runs.unfinished import follow_moved, require_free, resumes_in_place
 from ftkit.runs.url_runs import (
     OtherHosts,
     UploadFailed,
@@ -76,6 +64,9 @@ from ftkit.utils.process import launcher_starts_again, print_line
 from ftkit.utils.progress import is_quiet, print_notice, print_shown
 from ftkit.utils.urls import display_path
 from ftkit.utils.yaml_files import STANDARD_INPUT, dump_yaml
+
+if TYPE_CHECKING:
+    from ftkit.runs.resume import Start
 
 _HALVINGS = 2
 """How often a micro-batch that ftkit chose is halved in one command, because memory ran out."""
@@ -158,7 +149,10 @@ def launch(
     began_s = time.monotonic()
     here = launched(command)
     placed = None if here is None else here[1]
-    recipe = with_adapter(recipe)
+    if isinstance(recipe, LoraRecipe) and recipe.adapter is not None:
+        from ftkit.recipe.peft_adapter import with_adapter
+
+        recipe = with_adapter(recipe)
     prepare = functools.partial(
         prepare_run,
         command=command,
@@ -301,7 +295,18 @@ def prepare_run(
     """
     # Settings that need nothing but this machine come first: a refusal takes a moment.
     require_provider(recipe.out_dir)
-    check_plugin(recipe)
+    if recipe.resume is not False:
+        # Without it there is no start, for which alone the others are called.
+        from ftkit.runs.restarts import restarts_of
+        from ftkit.runs.resume import (
+            check_plugin,
+            copy_rows,
+            find_start,
+            ready_to_go_on,
+            verify_start,
+        )
+
+        check_plugin(recipe)
     preference = objective_rules(recipe.objective).preference
     check_data(recipe.data, recipe.eval.sets, preference=preference)
     check_run_length(recipe)
@@ -344,7 +349,8 @@ def prepare_run(
             )
             # Under the lock: a run that is running writes its next checkpoint under such a name.
             run.store.remove_leftovers()
-        start, default = find_start(recipe), plan.precision
+        start = None if recipe.resume is False else find_start(recipe)
+        default = plan.precision
         if start is not None:
             any_batch = dataclasses.replace(with_any_batch, **start.kept)
             recipe = dataclasses.replace(recipe, **start.kept)
@@ -440,7 +446,7 @@ def prepare_run(
         yield job
 
 
-def _saved_micro_batch(start: Start, plan: Plan) -> MicroBatch | None:
+def _saved_micro_batch(start: "Start", plan: Plan) -> MicroBatch | None:
     """The micro-batch of a checkpoint, with which the same layout gives the same bits again."""
     saved = start.metadata.layout
     there = (saved.accelerator, saved.strategy, saved.devices, saved.num_nodes, saved.precision)
@@ -460,7 +466,7 @@ def _saved_micro_batch(start: Start, plan: Plan) -> MicroBatch | None:
 
 
 def _plan_as_saved(
-    recipe: Recipe, devices: Devices, start: Start, smaller: MicroBatch | None
+    recipe: Recipe, devices: Devices, start: "Start", smaller: MicroBatch | None
 ) -> tuple[Recipe, Plan]:
     """Plan a run in the precision of its checkpoint; returns the recipe with its micro-batch.
 
@@ -479,7 +485,7 @@ def _plan_as_saved(
         ) from None
 
 
-def _find_base(recipe: Recipe, start: Start | None) -> str | None:
+def _find_base(recipe: Recipe, start: "Start | None") -> str | None:
     """The base model; None: the checkpoint has all that is needed of it."""
     name, token = recipe.checkpoint_dir, recipe.access_token
     if name.startswith("random:"):
@@ -507,7 +513,7 @@ def _find_base(recipe: Recipe, start: Start | None) -> str | None:
         ) from None
 
 
-def _find_reference(recipe: Recipe, start: Start | None) -> str | None:
+def _find_reference(recipe: Recipe, start: "Start | None") -> str | None:
     """The reference whose log-probabilities are computed before the first step.
 
     None: there is none, or a checkpoint has what it computed.
@@ -531,10 +537,12 @@ def _find_beside(recipe: Recipe) -> str | None:
         return str(find_or_download(beside.name, token=recipe.access_token).resolve())
 
 
-def _show_start(start: Start, run: RunDirectory, display: Display, default: Precision) -> None:
+def _show_start(start: "Start", run: RunDirectory, display: Display, default: Precision) -> None:
     """Show where a run continues, and what stays as it was; `default` is the plan's precision."""
     for why in start.passed_over:
         display.warning(f"{why} It is kept in {display_path(run.backups)}.")
+    from ftkit.runs.resume import lost_rows
+
     if lost := lost_rows(start, run):
         display.warning(lost)
     display.message(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn as nn
@@ -15,18 +15,18 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Architecture
 from ftkit.models.bodies.attention import AttentionKernel, FixedRow
 from ftkit.models.bodies.body import Body
-from ftkit.models.kept_weights import keep_stored
 from ftkit.models.lora.layers import add_adapter
 from ftkit.models.lora.peft_layers import layers_of
 from ftkit.models.loss import Head, HeadOutput, OutputLayer
 from ftkit.models.meta_device import on_meta_device
-from ftkit.models.offloading import Offloading
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.routing import RouterLoss, Routing
-from ftkit.models.trained_part import freeze_rest
 from ftkit.recipe.recipe import Lora, LoraRecipe, Quantization, Recipe
 from ftkit.recipe.recipe_sections import rounding_section
 from ftkit.utils.registry import imported
+
+if TYPE_CHECKING:
+    from ftkit.models.offloading import Offloading
 
 
 class LanguageModel(nn.Module):
@@ -153,6 +153,8 @@ def outline(
             add_adapter(model, base, recipe)
         model.lora = recipe
     elif recipe.train.trains_part:
+        from ftkit.models.trained_part import freeze_rest
+
         freeze_rest(model, base, recipe.train)
         model.trains_part = True
     model.head.label_smoothing = recipe.train.label_smoothing
@@ -163,7 +165,10 @@ def outline(
     if recipe.compile:
         compile_blocks(model.body, model.head.lm_head)
     if every := int(recipe.memory.activation_checkpointing):
-        model.offloading = Offloading() if recipe.memory.offload_activations else None
+        if recipe.memory.offload_activations:
+            from ftkit.models.offloading import Offloading
+
+            model.offloading = Offloading()
         # `forward` is replaced, not the block: names of parameters stay, and hooks of FSDP and
         # DeepSpeed run outside.
         for block in list(model.body.blocks)[::every]:
@@ -223,7 +228,7 @@ def trained_router_loss(
 
 def _keep_only_the_input(
     forward: Callable[..., Any],
-    offloading: Offloading | None,
+    offloading: "Offloading | None",
     hidden: Tensor,
     *rest: Any,
     **options: Any,
@@ -266,6 +271,8 @@ def outline_plain(
         body, computing = model.body, compute_dtype or dtype
         model.quantized = kind
         if kind == "stored":
+            from ftkit.models.kept_weights import keep_stored
+
             keep_stored(body, base, computing)
         elif kind is not None:
             from ftkit.models.quantization import quantize, quantize_experts

@@ -20,7 +20,6 @@ from ftkit.models.lora.peft_layers import layers_of
 from ftkit.models.lora.targets import our_name
 from ftkit.models.meta_device import allocate
 from ftkit.models.pretrained.base_model import BaseModel, weights, weights_as_stored
-from ftkit.models.pretrained.random_weights import INITIAL_STD
 from ftkit.models.unpacking import allocate_scales, held_as_stored, packed
 from ftkit.recipe.adapter_types import is_adapter
 from ftkit.utils.progress import OnProgress
@@ -168,6 +167,8 @@ def initial_score(shape: torch.Size, seed: int) -> Tensor:
         shape: [1, width].
         seed: of the run.
     """
+    from ftkit.models.pretrained.random_weights import INITIAL_STD
+
     generator = torch.Generator(device="cpu").manual_seed(seed_of(HEAD, seed))
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     return values.normal_(std=INITIAL_STD, generator=generator)

@@ -45,14 +45,12 @@ def trained_names(base: BaseModel, train: Train) -> set[str]:
 
     Args:
         base: whose parameters they are.
-        train: the recipe's choice.
+        train: the recipe's choice, at least `only` or `freeze`.
 
     Raises:
         UserError: an expression matches nothing, nothing is left to train, or the tied weights of
             the model are to be untied at the same time.
     """
-    if not train.trains_part:
-        return set(parameter_shapes(base))
     names = {ours: _names_of(base, ours) for ours in parameter_shapes(base)}
     chosen = set(names)
     for key, pattern in (("only", train.only), ("freeze", train.freeze)):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
 from ftkit.errors import UserError
-from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.loss import HeadOutput
 from ftkit.recipe.objectives import objective_options, objective_row
 from ftkit.recipe.recipe import Component
@@ -239,7 +238,7 @@ def shares_of_rank(objective: Objective, sums: Sequence[Tensor], batch: Batch) -
         sums: of a micro-batch, or of the tokens of it that are here.
         batch: the micro-batch.
     """
-    exchange: Exchange | None = batch.get(EXCHANGE)
+    exchange = batch.get(EXCHANGE)
     if exchange is None or not objective.of_sequences:
         return sums
     # All ranks that share the sequences have computed the same.
@@ -263,5 +262,5 @@ def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
     # One more: labels that only pad the micro-batch are of no sequence.
     sums = torch.zeros(count + 1, dtype=kind, device=values.device)
     sums = sums.index_add(0, batch["label_sequences"], values.to(kind))[:count]
-    exchange: Exchange | None = batch.get(EXCHANGE)
+    exchange = batch.get(EXCHANGE)
     return sums if exchange is None else exchange.summed(sums)

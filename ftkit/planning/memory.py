@@ -15,7 +15,6 @@ from ftkit.recipe.objectives import model_beside, objective_rules
 from ftkit.recipe.optimizers import is_paged
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import Kernels, LoraRecipe
-from ftkit.recipe.recorded import why_unrecorded
 from ftkit.strategies.optimizers import MuonWithAdamW
 from ftkit.strategies.state import bytes_per_number
 from ftkit.strategies.step_memory import (
@@ -113,7 +112,11 @@ def predict(
         accumulates: whether it adds to gradients of others before it; None: where there are any.
         beside: the frozen model that is held beside the trained one, if there is one.
     """
-    records = plan.recipe.train.record_steps and why_unrecorded(plan) is None
+    records = False
+    if plan.recipe.train.record_steps:
+        from ftkit.recipe.recorded import why_unrecorded
+
+        records = why_unrecorded(plan) is None
     if accumulates is None:
         # Gradients of recorded steps stay, and are there before each first micro-step.
         accumulates = plan.accumulates or records

@@ -406,7 +406,8 @@ def _plan_at(
     found = read_blueprint(recipe.checkpoint_dir, recipe.implementation, unreached=unreached)
     base = base_for(found, recipe)
     require_trainable(base, made.strategy, compiles=recipe.compile)
-    trained_names(base, recipe.train)  # refuses what the run would refuse
+    if recipe.train.trains_part:
+        trained_names(base, recipe.train)  # refuses what the run would refuse
     beside, other = _other_models(recipe)
     layout: ResultLayout | None = None
     if recipe.checkpoint.save and not base.random:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ftkit.data.records.media import MEDIA
 from ftkit.errors import UserError
 from ftkit.models.bodies.attention import attention_kernel
-from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.bodies.experts import packed_in
 from ftkit.models.dry_run import modules_passed_back
 from ftkit.models.fake_tensors import fake_tensors
@@ -77,7 +76,9 @@ from ftkit.strategies.strategy import (
 )
 from ftkit.utils.accelerators.kinds import HOST_KIND
 from ftkit.utils.imports import dtensor
-from ftkit.utils.own_code import line_in
+
+if TYPE_CHECKING:
+    from ftkit.models.bodies.exchange import Exchange
 
 CPU = torch.device("cpu")
 LEAST_DEPTH = 3
@@ -300,10 +301,14 @@ def _run_alone(base: BaseModel, plan: Plan, batch: MicroBatchSize, layers: int) 
     return Simulation(peaks, sizes)
 
 
-def _without_ranks(plan: Plan) -> Exchange | None:
+def _without_ranks(plan: Plan) -> "Exchange | None":
     """Exchange with ranks that are not there, if the plan has some that share rows."""
     mesh = plan.mesh
-    return None if mesh.context == 1 else Exchange(mesh.piece(0), group=None)
+    if mesh.context == 1:
+        return None
+    from ftkit.models.bodies.exchange import Exchange
+
+    return Exchange(mesh.piece(0), group=None)
 
 
 @contextmanager
@@ -317,7 +322,7 @@ def _mistakes_of_plugin() -> Iterator[None]:
         yield
     except Exception as error:
         plugin = plugin_in_use()
-        line = None if plugin is None else line_in(error, plugin.file)
+        line = None if plugin is None else plugin.line_of(error)
         if plugin is None or line is None:
             raise
         raise UserError(

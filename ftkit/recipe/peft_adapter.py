@@ -18,22 +18,20 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.recipe.adapter_types import ADAPTER_TYPES, LORA, AdapterType, type_of
 from ftkit.recipe.lora_layers import NAMED_LAYERS
+from ftkit.recipe.peft_names import (
+    BASE_KEY,
+    CONFIG,
+    HARMLESS_STARTS,
+    NOTES_KEY,
+    PARTS_KEY,
+    REWARD_TASK,
+    TOKENS_KEY,
+    WEIGHTS,
+)
 from ftkit.recipe.recipe import LAYER_SWITCHES, Component, LoraRecipe, Recipe
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.json_values import from_json
 
-REWARD_TASK = "SEQ_CLS"
-"""PEFT's task type of a reward model; of others it is CAUSAL_LM."""
-CONFIG = "adapter_config.json"
-WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
-NOTES_KEY = "ftkit"
-"""Key of the header of WEIGHTS with what ftkit notes of fused layers, as JSON."""
-BASE_KEY = "ftkit_base"
-"""Key of the header of WEIGHTS with the fingerprint of the base model."""
-TOKENS_KEY = "ftkit_tokens"
-"""Key in the header of an adapter of the tokens that were added to its base model."""
-PARTS_KEY = "parts"
-"""Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 _NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
 """Keys that ftkit stores beside the parts, with their types."""
 _NOT_OF_LAYERS = ("peft_type", "base_model_name_or_path", "task_type", "init_lora_weights")
@@ -42,8 +40,6 @@ _OF_LAYER = ".weight"
 """End of the name of a parameter that is the weight of a linear layer."""
 
 _AGAIN = "Take it from where it was saved again."
-HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""First values (init_lora_weights) that leave the base model's weights as they are."""
 
 # Above the width of any model: such a rank comes from a damaged file.
 _MOST_RANK = 2**16

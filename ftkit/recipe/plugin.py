@@ -60,6 +60,10 @@ class Plugin:
         name = f"ftkit_plugin_{self.sha256[:_DIGITS]}"
         return execute(self.source.encode(), self.file, name, self.option)
 
+    def line_of(self, error: BaseException) -> int | None:
+        """Line of the file that raised an error; None: another file did."""
+        return line_in(error, self.file)
+
     def names(self, kind: str) -> list[str]:
         """Names of a kind that it defines."""
         return [one["name"] for one in self.definitions if one["kind"] == kind]
@@ -154,7 +158,7 @@ def plugin_in_use() -> Plugin | None:
 def place_in_plugin(error: BaseException) -> str | None:
     """Line of the plugin in use that raised an error, as "my.py, line 5"; None: it did not."""
     plugin = plugin_in_use()
-    line = None if plugin is None else line_in(error, plugin.file)
+    line = None if plugin is None else plugin.line_of(error)
     return None if plugin is None or line is None else f"{Path(plugin.file).name}, line {line}"
 
 

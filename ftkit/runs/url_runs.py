@@ -138,13 +138,7 @@ class UrlRuns(Protocol):
     """What a kind of url does with runs."""
 
     def refresh(self, path: Path) -> None:
-        """Download the small files of the run that a path belongs to.
-
-        Nothing happens while this machine itself is running on the run.
-
-        Raises:
-            UserError: the url cannot be read.
-        """
+        """See `refresh` below."""
 
     def fetch_run(self, run: RunDirectory) -> object:
         """Download the small files of a run, whether it is running or not.
@@ -154,21 +148,10 @@ class UrlRuns(Protocol):
         """
 
     def fetch_without_shards(self, checkpoint: Path) -> None:
-        """Download all files of a checkpoint except its shards.
-
-        Raises:
-            UserError: they cannot be read.
-        """
+        """See `fetch_without_shards` below."""
 
     def fetch_result(self, path: Path) -> None:
-        """Download what is needed to use a result.
-
-        Args:
-            path: of a run, of its checkpoints or one of them, of a result, an adapter or a model.
-
-        Raises:
-            UserError: the url cannot be read.
-        """
+        """See `fetch_result` below."""
 
     def run_copy(self, path: Path, place: Path) -> RunCopy:
         """A copy of a run in an empty directory, of which nothing is downloaded yet."""
@@ -180,11 +163,7 @@ class UrlRuns(Protocol):
         """Uploads of the checkpoints of a run."""
 
     def require_provider(self, scheme: str) -> None:
-        """Refuse a url whose library or account is missing.
-
-        Raises:
-            UserError: it is not installed, or no account is set; says what to do.
-        """
+        """See `require_provider` below."""
 
     def mirrored(
         self,

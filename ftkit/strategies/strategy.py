@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -31,7 +31,6 @@ from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.language_model import LanguageModel, output_of, trainable
 from ftkit.models.load_weights import Sharding, Whole
 from ftkit.models.loss import HeadOutput
@@ -39,7 +38,6 @@ from ftkit.recipe.optimizers import is_paged, traits_of
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.strategies.distributed import context_group, make_device, rank
-from ftkit.strategies.optimizer_trial import try_optimizer
 from ftkit.strategies.optimizers import (
     OptimizerInBackward,
     clip_gradients,
@@ -49,6 +47,9 @@ from ftkit.strategies.optimizers import (
 from ftkit.strategies.state import AVERAGE, Averages, OptimizerStateView, TorchState
 from ftkit.strategies.step_memory import Category, OnDevice, Simulation
 from ftkit.utils.accelerators.kinds import HOST_KIND, USUAL_KIND
+
+if TYPE_CHECKING:
+    from ftkit.models.bodies.exchange import Exchange
 
 LOSS_SCALE, LOSS_SCALE_AGE = "loss_scale", "loss_scale_age"
 """The factor of float16 training, and steps since it last changed."""
@@ -215,7 +216,7 @@ class Strategy(ABC):
         return over_all_ranks(self.plan)
 
     @cached_property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> "Exchange | None":
         """Exchange with the ranks that share rows with this one; None: its rows are whole.
 
         Every rank reads it, once the ranks are connected.
@@ -223,6 +224,8 @@ class Strategy(ABC):
         mesh = self.plan.mesh
         if mesh.context == 1:
             return None
+        from ftkit.models.bodies.exchange import Exchange
+
         return Exchange(mesh.piece(rank()), context_group(mesh, self.plan.accelerator))
 
     @property
@@ -265,6 +268,8 @@ class Strategy(ABC):
         """
         optimizer_class, arguments = self.optimizer_of()
         if traits_of(self.plan.recipe.optimizer["class_path"]).is_tried:
+            from ftkit.strategies.optimizer_trial import try_optimizer
+
             try_optimizer(optimizer_class, arguments, self.plan, device)
 
     def _may_fuse(self, class_path: str) -> bool:

@@ -21,7 +21,6 @@ from ftkit.checkpoint.metadata import (
     write_metadata,
 )
 from ftkit.checkpoint.saver import Retention, Saved, Saver
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import capture, replace_trained
 from ftkit.checkpoint.store import Store, best_checkpoint, is_milestone
 from ftkit.errors import UserError
@@ -251,6 +250,8 @@ class Checkpointing:
             metadata = read_metadata(checkpoint)
             loss = metadata.validation_loss
             if best != step:
+                from ftkit.checkpoint.stored_state import StoredState
+
                 stored = StoredState.in_checkpoint(checkpoint, metadata)
                 with self._journal.display.phase("taking the best checkpoint", brief=True):
                     replace_trained(self._setup.model, self._setup.strategy.sharding, stored)

@@ -29,7 +29,6 @@ from ftkit.training.finite import (
 )
 from ftkit.training.journal import Journal
 from ftkit.training.loggers import Loggers
-from ftkit.training.recorded_steps import recorded_steps
 from ftkit.training.setup import Setup
 from ftkit.training.step import TrainStep
 
@@ -119,7 +118,11 @@ class Training:
         self._order, self._evaluator, self._checkpointing = setup.order, evaluator, checkpointing
         self._stop, self._loggers, self._callbacks = stop, loggers, callbacks
         self._display, self._recorder = journal.display, journal.recorder
-        self._recorded = recorded_steps(setup, journal.warn)
+        self._recorded = None
+        if self._recipe.train.record_steps:
+            from ftkit.training.recorded_steps import recorded_steps
+
+            self._recorded = recorded_steps(setup, journal.warn)
         self._began_s, self._stop_after = began_s, stop_after
         companion = setup.companion_of(setup.data.train)
         self._meter = MemoryMeter(

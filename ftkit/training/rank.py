@@ -42,8 +42,10 @@ from ftkit.models.chat_templates.prompt_styles import prompt_style_file
 from ftkit.models.load_weights import result_weights
 from ftkit.models.lora.adapter_files import save_adapter
 from ftkit.models.lora.serving import serving_notice
+from ftkit.models.pretrained.model_files import read_json
 from ftkit.models.pretrained.save import layout_of, save_hf, save_in_own_layout
 from ftkit.planning.memory import predict_measured
+from ftkit.recipe.peft_names import CONFIG
 from ftkit.recipe.plugin import place_in_plugin, using
 from ftkit.recipe.recipe import LoraRecipe
 from ftkit.recipe.strategies import emulates_bf16
@@ -147,7 +149,10 @@ def run_job(job: Job, metadata: Metadata | None, stop: StopRequest, journal: Jou
         with journal.display.phase("saving the result"):
             _save_result(setup, setup.directory.final)
         is_adapter = recipe.method == "lora" and rank() == 0
-        if is_adapter and (refused := serving_notice(setup.directory.final)) is not None:
+        if (
+            is_adapter
+            and (refused := serving_notice(read_json(setup.directory.final / CONFIG))) is not None
+        ):
             journal.warn(refused)
         recorder.saved(setup.directory.final.name)
     recorder.note(outcome="completed", exit_code=0, exit_reason=training.exit_reason)

@@ -360,14 +360,12 @@ class RecordedSteps:
 
 
 def recorded_steps(setup: Setup, warn: Callable[[str], None]) -> RecordedSteps | None:
-    """Make what records the steps of a run by its recipe; None: nothing is recorded.
+    """Make what records the steps of a run; None: nothing is recorded.
 
     Args:
         setup: of this rank.
-        warn: shows why nothing is recorded, though the recipe says so.
+        warn: shows why nothing is recorded.
     """
-    if not setup.recipe.train.record_steps:
-        return None
     if (reason := why_not(setup)) is not None:
         warn(f"train.record_steps is true, but steps run unrecorded: {reason}")
         return None

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from ftkit.checkpoint.metadata import (
     BaseIdentity,
     DataIdentity,
 )
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import check_kinds, has_average, restore, trained_parameter
 from ftkit.checkpoint.store import check_disk
 from ftkit.data.dataset import DataSets, LoadedPart, ValidationSets, load_data, load_sets
@@ -26,8 +25,6 @@ from ftkit.data.samples.cuts import StepCuts, cut_steps
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.sampler import ElasticOrder, Position, StepOrder
-from ftkit.data.samples.shapes import FixedShapes
-from ftkit.data.samples.stream import StreamedOrder
 from ftkit.errors import UserError
 from ftkit.evaluation.validation import EvaluatedWeights
 from ftkit.models.architectures.architecture import HEAD
@@ -48,7 +45,7 @@ from ftkit.models.flops import (
 )
 from ftkit.models.language_model import LanguageModel, outline, trainable, trained_router_loss
 from ftkit.models.load_weights import fill, kept_parameters
-from ftkit.models.lora.adapter_files import Adapter, check_adapter, check_shapes, read_adapter
+from ftkit.models.lora.adapter_files import check_adapter
 from ftkit.models.lora.targets import skipped_targets, unadapted_experts
 from ftkit.models.pretrained.base_model import (
     BaseModel,
@@ -59,7 +56,6 @@ from ftkit.models.pretrained.recipe_model import base_for
 from ftkit.models.pretrained.save import chat_files, layout_of
 from ftkit.models.pretrained.tokenizer import end_tokens
 from ftkit.models.routing import RouterLoss
-from ftkit.models.trained_part import trained_names
 from ftkit.objectives.companion import Companion
 from ftkit.objectives.objective import (
     Objective,
@@ -109,6 +105,11 @@ from ftkit.strategies.strategy import (
 from ftkit.training.journal import Journal, log_data_summary, log_findings, log_sets_summary
 from ftkit.training.start import StartingPoint, identities, open_base_model
 from ftkit.utils.console.display import Display
+
+if TYPE_CHECKING:
+    from ftkit.checkpoint.stored_state import StoredState
+    from ftkit.data.samples.shapes import FixedShapes
+    from ftkit.models.lora.adapter_reading import Adapter
 
 
 class RunCompanion(ABC):
@@ -234,23 +235,31 @@ class Setup:
     @cached_property
     def layout(self) -> RankLayout:
         """Layout of a step's samples on this rank."""
-        samples, further, stream = self.data.train, self.further_samples, self.data.stream
         return RankLayout.of(
             self.plan,
             padding_free=self.attention != "padded",
             attention_cost=attention_cost(self.model, label_fraction=self._label_fraction),
             longest=max(self.data.longest_tokens, self.sets.longest_tokens) - 1,
             rank=rank(),
-            shapes=FixedShapes.of(
-                self.plan,
-                [
-                    samples,
-                    self.data.val,
-                    *([] if further is None else [further]),
-                    *([] if stream is None else [stream.largest]),
-                ],
-                pads_labels=ignores_padding(self.objective),
-            ),
+            shapes=self._shapes(),
+        )
+
+    def _shapes(self) -> "FixedShapes | None":
+        """Sizes of all micro-batches; None: the devices compute any shape at once."""
+        if not self.plan.kind.compiles_shapes:
+            return None
+        from ftkit.data.samples.shapes import FixedShapes
+
+        further, stream = self.further_samples, self.data.stream
+        return FixedShapes.of(
+            self.plan,
+            [
+                self.data.train,
+                self.data.val,
+                *([] if further is None else [further]),
+                *([] if stream is None else [stream.largest]),
+            ],
+            pads_labels=ignores_padding(self.objective),
         )
 
     @cached_property
@@ -259,6 +268,8 @@ class Setup:
         samples, start = self.data.train, self.start
         if (stream := self.data.stream) is not None:
             metadata, batch = start.metadata, self.recipe.train.global_batch_size
+            from ftkit.data.samples.stream import StreamedOrder
+
             stream.begin(
                 self.recipe.seed, start.samples, None if metadata is None else metadata.stream
             )
@@ -423,7 +434,10 @@ def _open_models(job: Job, start: StartingPoint, journal: Journal) -> _Models:
             f"data.add_tokens has no effect: the vocabulary of {base.name} has all of these tokens."
         )
     require_trainable(base, plan.strategy, compiles=recipe.compile)
-    trained_names(base, recipe.train)  # refuses a part that does not exist
+    if recipe.train.trains_part:
+        from ftkit.models.trained_part import trained_names
+
+        trained_names(base, recipe.train)  # refuses a part that does not exist
     max_seq_length = checked_length(base, recipe.train.max_seq_length)
     traits = base.architecture.attention
     attention = planned_path(traits, plan)
@@ -547,6 +561,8 @@ def _load_model(setup: Setup, journal: Journal) -> None:
     adapter: Adapter | None = None
     # A checkpoint already has the adapter's values, trained further.
     if isinstance(recipe, LoraRecipe) and recipe.adapter is not None and start.stored is None:
+        from ftkit.models.lora.adapter_reading import check_shapes, read_adapter
+
         adapter = read_adapter(recipe.adapter, base)
         check_shapes(adapter, model, recipe.adapter)
     strategy.connect(model)
@@ -786,7 +802,7 @@ def _log_summary(setup: Setup, device_name: str, journal: Journal) -> None:
         )
 
 
-def _log_average(strategy: Strategy, stored: StoredState, display: Display) -> None:
+def _log_average(strategy: Strategy, stored: "StoredState", display: Display) -> None:
     """Show if a checkpoint has an average that the recipe does not want, or the reverse."""
     if strategy.averages is not None and not has_average(stored):
         display.message(

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftkit.checkpoint.metadata import (
     BaseIdentity,
@@ -12,7 +13,6 @@ from ftkit.checkpoint.metadata import (
     Metadata,
     SeedNames,
 )
-from ftkit.checkpoint.shards import StoredState
 from ftkit.data.dataset import DataSets
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation
@@ -29,6 +29,9 @@ from ftkit.models.pretrained.places import find_here
 from ftkit.recipe.recipe import Recipe
 from ftkit.strategies.distributed import rank
 
+if TYPE_CHECKING:
+    from ftkit.checkpoint.stored_state import StoredState
+
 
 @dataclass(frozen=True, kw_only=True)
 class StartingPoint:
@@ -36,7 +39,7 @@ class StartingPoint:
 
     metadata: Metadata | None = None
     """Metadata of the checkpoint; None: training begins with the base model."""
-    stored: StoredState | None = None
+    stored: "StoredState | None" = None
     """Training state of the checkpoint."""
     directory: Path | None = None
     """Directory of the checkpoint."""
@@ -81,6 +84,8 @@ def open_start(checkpoint: Path, metadata: Metadata, own: Path) -> StartingPoint
         DamagedPart: a file of the checkpoint is damaged.
         UserError: it cannot be read.
     """
+    from ftkit.checkpoint.stored_state import StoredState
+
     try:
         stored = StoredState.in_checkpoint(checkpoint, metadata)
     except DamagedPart:  # the supervisor may try an earlier checkpoint

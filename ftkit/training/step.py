@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -12,7 +12,6 @@ from lightning.fabric.utilities import move_data_to_device
 from ftkit.checkpoint.metadata import SeedNames
 from ftkit.data.media import Coming, with_media
 from ftkit.data.records.media import MEDIA, MEDIA_OF
-from ftkit.models.bodies.embedding_noise import EmbeddingNoise
 from ftkit.models.language_model import LanguageModel, compiled_graphs
 from ftkit.objectives.objective import Batch
 from ftkit.objectives.step_loss import ROUTER_LOSS, StepLoss, zeros_for
@@ -22,9 +21,11 @@ from ftkit.runs.report.meters import PARTS, StepPart, StepRecord
 from ftkit.strategies.distributed import rank, sum_over_ranks
 from ftkit.strategies.schedule import Schedule
 from ftkit.strategies.strategy import Strategy
-from ftkit.training.recorded_steps import RecordedSteps
 from ftkit.utils.accelerators.kinds import HOST_KIND, device_kind
 from ftkit.utils.accelerators.use import compilations, sum_dtype
+
+if TYPE_CHECKING:
+    from ftkit.training.recorded_steps import RecordedSteps
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
@@ -109,7 +110,7 @@ class TrainStep:
         compiles: bool,
         meter: MemoryMeter,
         before_update: Callable[[], None],
-        recorded: RecordedSteps | None = None,
+        recorded: "RecordedSteps | None" = None,
     ) -> None:
         """Prepare to train a model whose strategy is set up.
 
@@ -145,6 +146,8 @@ class TrainStep:
         by_model, embedding = seed_names == "model", model.body.embedding
         tokens.prepare(seed, self._device, model.architecture.seed_name if by_model else str)
         if (alpha := train.neftune_noise_alpha) is not None:
+            from ftkit.models.bodies.embedding_noise import EmbeddingNoise
+
             # Earlier versions also scaled the noise where LitGPT's code computes Gemma.
             scale = 1.0 if by_model else getattr(embedding, "output_scale", 1.0)
             EmbeddingNoise(embedding, alpha * scale, tokens)

@@ -12,7 +12,6 @@ from ftkit.errors import UserError
 from ftkit.redaction import printable
 from ftkit.utils import embedded
 from ftkit.utils.names import nearest
-from ftkit.utils.texts import explain_not_utf8
 
 STANDARD_INPUT = Path("-")
 """File name that stands for standard input on a command line."""
@@ -174,6 +173,8 @@ def load_yaml(path: Path, option: str = "") -> dict[str, Any]:
     except UnicodeDecodeError as error:
         if path == STANDARD_INPUT:
             raise UserError(f"Standard input is not UTF-8 text: {error}.") from None
+        from ftkit.utils.texts import explain_not_utf8
+
         with embedded.recipe_file(path).open("rb") as stream:
             raise UserError(option + explain_not_utf8(path, stream)) from None
     except OSError as error:

@@ -11,8 +11,9 @@ from checkpoints import some_metadata
 from ftkit.checkpoint import host_copies
 from ftkit.checkpoint.host_copies import HostCopies
 from ftkit.checkpoint.saver import Retention, Saved, Saver
-from ftkit.checkpoint.shards import Piece, StoredState
+from ftkit.checkpoint.shards import Piece
 from ftkit.checkpoint.store import Store
+from ftkit.checkpoint.stored_state import StoredState
 
 
 def piece(name: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> Piece:

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from ftkit.checkpoint.metadata import CheckpointError, shard_name
 from ftkit.checkpoint.shards import (
     Piece,
-    StoredState,
     share_of,
     write_shard,
     write_shard_in_portions,
 )
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.recipe.optimizers import BLOCK
 from ftkit.utils.safetensors_files import save_tensors
 

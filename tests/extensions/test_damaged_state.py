@@ -21,8 +21,9 @@ from ftkit.runs.directory import RunDirectory
 from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import Supervisor, claim
 from ftkit.runs.report.table import render
+from ftkit.runs.restarts import last_session, restarts_of
 from ftkit.runs.resume import find_start
-from ftkit.runs.state import last_session, look, restarts_of
+from ftkit.runs.state import look
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.urls import local_path
 

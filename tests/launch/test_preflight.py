@@ -82,7 +82,7 @@ class Gpu24GiB:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu24GiB:
     machine = Gpu24GiB()
-    monkeypatch.setattr(preflight, "_check", machine.ask)
+    monkeypatch.setattr(preflight, "check", machine.ask)
     return machine
 
 
@@ -524,7 +524,7 @@ def test_a_prediction_before_a_run_shows_progress(
             shown.extend(capsys.readouterr().err.splitlines())
         return gpu.ask(*words, **more)
 
-    monkeypatch.setattr(preflight, "_check", ask)
+    monkeypatch.setattr(preflight, "check", ask)
     if place == "auto":
         requested = recipe(train__micro_batch_size="auto", accelerator="cpu")
         preflight.with_micro_batch(requested, Devices(accelerator="cpu", count=2))

@@ -19,13 +19,8 @@ from ftkit.evaluation.loading import open_adapter
 from ftkit.evaluation.result import find_result
 from ftkit.models.architectures.transformers_architecture import is_router
 from ftkit.models.bodies import experts
-from ftkit.models.bodies.experts import (
-    FusedExperts,
-    PackedMatrices,
-    packed_in,
-    packed_product,
-    rows_of_each,
-)
+from ftkit.models.bodies.expert_products import packed_product, rows_of_each
+from ftkit.models.bodies.experts import FusedExperts, PackedMatrices, packed_in
 from ftkit.models.flops import flops_per_token, parameter_count
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import BaseModel, open_base, weights

@@ -1,14 +1,9 @@
 """--sweep KEY=A,B: every combination, whatever the values are."""
 
-import dataclasses
-from pathlib import Path
-from typing import Any
-
 import pytest
 from messages import message_of
 
-from ftkit.recipe.parsing import to_yaml
-from ftkit.recipe.sweep import differences, runs_of_keys, variations
+from ftkit.recipe.sweep import variations
 
 
 def test_every_combination_is_a_variation_the_last_key_varies_fastest() -> None:
@@ -50,15 +45,3 @@ def test_a_sweep_without_different_values_is_refused_with_a_remedy(
     sweeps: list[str], advice: str
 ) -> None:
     assert advice in message_of(variations, sweeps)
-
-
-def test_a_run_with_the_earlier_layers_of_lora_is_that_of_the_sweep(tmp_path: Path) -> None:
-    base = ("checkpoint_dir", "random:pythia-14m")
-    (run,) = runs_of_keys("finetune", [], ["seed=7"], [base], tmp_path / "out")
-    asked = run.recipe()
-    earlier: dict[str, Any] = {"lora_targets": None, "lora_r": 8, "lora_alpha": 16}
-    recorded = tmp_path / "recipe.yaml"
-    recorded.write_text(to_yaml(dataclasses.replace(asked, **earlier)))
-    assert differences(run, asked, recorded) == []
-    recorded.write_text(to_yaml(dataclasses.replace(asked, **earlier | {"lora_r": 4})))
-    assert differences(run, asked, recorded) == ["lora_r is 4 there and 16 here"]

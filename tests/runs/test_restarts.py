@@ -17,8 +17,9 @@ from ftkit.runs.job import Job, RankError
 from ftkit.runs.lock import claim
 from ftkit.runs.report.report import Progress, Resolved, Restart, read_report, write_report
 from ftkit.runs.report.table import restart_text
+from ftkit.runs.restarts import restarts_of
 from ftkit.runs.resume import find_start
-from ftkit.runs.state import look, restarts_of
+from ftkit.runs.state import look
 
 NOW_S = 1_800_000_000.0
 EARLIER = Restart(

@@ -34,15 +34,12 @@ from ftkit.recipe.recipe import Method, Recipe
 from ftkit.runs.job import Job, RankError, StopAfter
 from ftkit.runs.lock import claim
 from ftkit.runs.report.report import OutcomeName, Progress, read_report, write_report
-from ftkit.runs.resume import (
-    Start,
+from ftkit.runs.resume import Start, find_start, ready_to_go_on, verify_start
+from ftkit.runs.unfinished import (
     continue_command,
     exit_summary,
-    find_start,
     follow_moved,
-    ready_to_go_on,
     resumes_in_place,
-    verify_start,
 )
 from ftkit.utils.console.display import Display
 

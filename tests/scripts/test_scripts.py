@@ -116,6 +116,35 @@ def test_light_modules_import_no_heavy_package() -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
+FEW_RUNS_NEED = """
+    checkpoint.stored_state data.samples.shapes data.samples.stream evaluation.result
+    launch.shortage
+    models.bodies.embedding_noise models.bodies.exchange models.bodies.expert_products
+    models.kept_weights models.liger models.lora.adapter_reading models.lora.experts
+    models.offloading models.pretrained.pickled_tensors models.pretrained.random_weights
+    models.pretrained.reward_model models.quantization models.trained_part recipe.changes
+    recipe.peft_adapter recipe.recorded runs.restarts runs.resume strategies.fsdp
+    strategies.fully_shard strategies.optimizer_trial training.recorded_steps utils.console.html
+    utils.texts
+"""
+
+
+def test_a_run_loads_what_few_runs_need_only_where_it_needs_it() -> None:
+    """By the imports at the top of modules: nobody has to read the others to follow a run."""
+    left, found = ["training.rank", "cli.app", "launch.supervisor"], set[str]()
+    while left:
+        file = ROOT / "ftkit" / f"{(module := left.pop()).replace('.', '/')}.py"
+        if module in found or not file.is_file():
+            continue
+        found.add(module)
+        for one in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(one, ast.ImportFrom):
+                names = (str(one.module), *(f"{one.module}.{name.name}" for name in one.names))
+                left += [name.removeprefix("ftkit.") for name in names]
+    assert len(found) > 150
+    assert not found.intersection(FEW_RUNS_NEED.split())
+
+
 NO_MODULES = {
     "ftkit.__file__",
     *(

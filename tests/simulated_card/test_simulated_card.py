@@ -620,7 +620,7 @@ def test_experts_without_rows_have_no_gradient_on_any_card(card: Machine) -> Non
         import torch
         from simulated_card import counts
 
-        from ftkit.models.bodies.experts import grouped_product
+        from ftkit.models.bodies.expert_products import grouped_product
 
         torch.manual_seed(0)
         x, weight = torch.randn(7, 8), torch.randn(4, 16, 8)

@@ -187,7 +187,9 @@ def test_no_kind_of_model_lets_the_host_wait(machine: OnCard, name: str, tmp_pat
 
 def of_ours(counts: dict[str, int]) -> dict[str, int]:
     """Waits without those of torch in place of a grouped kernel, which no simulated card has."""
-    others = {f"to_host pageable models/bodies/experts.py:{f}" for f in ("_products", "_sums")}
+    others = {
+        f"to_host pageable models/bodies/expert_products.py:{f}" for f in ("_products", "_sums")
+    }
     # On a slow machine, the step may be one behind which the state of the run is written.
     load = "to_host pageable models/routing.py:load"
     others |= {load} if counts.get(load) == 1 else set()
@@ -204,7 +206,7 @@ def test_the_host_waits_once_for_the_rows_of_quantised_experts_in_a_layer(
     base = make_transformers_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=layers)
     words = ("--checkpoint_dir", str(base), "--quantize", "bnb.nf4", "--precision", precision)
     found = machine.completed("finetune", *ONE, *words)
-    rows = "to_host pageable models/bodies/experts.py:rows_of_each"
+    rows = "to_host pageable models/bodies/expert_products.py:rows_of_each"
     counts = of_ours(machine.counts(found.out_dir).of_step(STEP, *WAITS))
     assert counts == WAITS_IN_A_STEP["single"] | {rows: layers * MICRO_STEPS["single"]}
 

@@ -18,7 +18,7 @@ from rank_jobs import (
 from safetensors.torch import load_file
 
 from ftkit.checkpoint.metadata import read_metadata
-from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.result import find_result
 from ftkit.models.pretrained.base_model import storage_of

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import Whole, result_weights
-from ftkit.models.lora.adapter_files import check_adapter, check_shapes, read_adapter, save_adapter
+from ftkit.models.lora.adapter_files import check_adapter, save_adapter
+from ftkit.models.lora.adapter_reading import check_shapes, read_adapter
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import with_adapter

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import read_metadata
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import trained_parameter
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import open_base
 from ftkit.recipe.parsing import read_recipe

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ftkit.checkpoint.metadata import read_metadata
-from ftkit.checkpoint.shards import StoredState
+from ftkit.checkpoint.stored_state import StoredState
 
 KEPT = Path(__file__).parents[1] / "extensions/foreign_checkpoints/checkpoints"
 BASE = KEPT / "base"

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ftkit.models import token_numbers
-from ftkit.models.bodies import attention, experts
+from ftkit.models.bodies import attention, expert_products
 from ftkit.models.bodies.attention import attention_kernel
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.pretrained.base_model import BaseModel, open_base
@@ -337,18 +337,18 @@ class _FusedNorm(torch.autograd.Function):
 def _as_on_a_gpu() -> Iterator[None]:
     """Put in what builds for CPUs lack: the fused norm, grouped products, pinned memory."""
     modules: list[Any] = [attention, token_numbers]
-    pinned, norm, products = modules[0].pinned, functional.rms_norm, experts._products
+    pinned, norm, products = modules[0].pinned, functional.rms_norm, expert_products._products
     for module in modules:
         module.pinned = lambda tensor, device: tensor
     functional.rms_norm = lambda x, shape, weight, eps: _FusedNorm.apply(x, weight)
     # Fake tensors take a way of their own there, because not every dtype has such a product.
-    experts._products = lambda x, weight, ends: functional.grouped_mm(x, weight, offs=ends)
+    expert_products._products = lambda x, weight, ends: functional.grouped_mm(x, weight, offs=ends)
     try:
         yield
     finally:
         for module in modules:
             module.pinned = pinned
-        functional.rms_norm, experts._products = norm, products
+        functional.rms_norm, expert_products._products = norm, products
 
 
 def estimate(work: Work) -> float:

@@ -191,7 +191,7 @@ def _serve() -> NoReturn:
         # imported late by the command
         from ftkit.cli import app
         from ftkit.errors import EXIT_BY_SIGNAL
-        from ftkit.launch import preflight, ranks
+        from ftkit.launch import ranks, shortage
         from ftkit.launch import supervisor as supervisor_module  # noqa: F401
         from ftkit.recipe import devices
         from ftkit.runs.directory import RunDirectory
@@ -200,7 +200,7 @@ def _serve() -> NoReturn:
     os.dup2(answers, 1)
     os.close(answers)
     die_with_parent(os.getppid())
-    preflight._ADVICE_S = 600.0  # beside other tests it takes several times as long as by itself
+    shortage._ADVICE_S = 600.0  # beside other tests it takes several times as long as by itself
     devices._child = lambda *words, **_: devices._answer(words)  # torch is here already
     training_rank._note_prediction = lambda *_: None  # takes longer than such a run
     assert threading.active_count() == len(list(Path("/proc/self/task").iterdir())) == 1

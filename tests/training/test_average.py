@@ -9,12 +9,12 @@ import torch
 from rank_jobs import Case, Outcome, Run, make_run
 
 from ftkit.checkpoint.metadata import read_metadata
-from ftkit.checkpoint.shards import StoredState
 from ftkit.checkpoint.state import trained_parameter
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.evaluation.loading import full_weights, open_result
 from ftkit.evaluation.result import find_result
 from ftkit.evaluation.validation import EvaluatedWeights
-from ftkit.models.lora.adapter_files import read_adapter
+from ftkit.models.lora.adapter_reading import read_adapter
 from ftkit.strategies.state import AVERAGE
 
 DECAY = 0.7

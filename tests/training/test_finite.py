@@ -17,9 +17,10 @@ from rank_jobs import DEEPSPEED, NO_EVALUATION, Case, repeated, run_here, write_
 from safetensors.torch import load_file
 from tiny import make_data, make_llama
 
-from ftkit.checkpoint.shards import StoredState, write_shard
+from ftkit.checkpoint.shards import write_shard
 from ftkit.checkpoint.state import trained_parameter
 from ftkit.checkpoint.store import Store
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.models.lora.targets import our_name
 from ftkit.runs.job import Job
 from ftkit.runs.report.metrics import read_metrics, read_validation

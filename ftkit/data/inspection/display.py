@@ -19,8 +19,8 @@ from ftkit.data.inspection.inspection import (
     SplitNumbers,
 )
 from ftkit.data.records.media import ShownMedium
-from ftkit.utils.console.formatting import percent_text, shortened
-from ftkit.utils.console.html import GOOD, Pictured, escaped, labelled, pictured, styled, whole_page
+from ftkit.utils.console.formatting import Pictured, percent_text, shortened
+from ftkit.utils.console.html import GOOD, escaped, labelled, pictured, styled, whole_page
 from ftkit.utils.console.terminal import labelled_grid
 from ftkit.version import __version__
 

@@ -18,7 +18,6 @@ from ftkit.data.records.shape_rows import known_shapes
 from ftkit.errors import UserError
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.registry import Registry, imported
-from ftkit.utils.texts import explain_not_utf8
 
 if TYPE_CHECKING:
     pass
@@ -119,6 +118,8 @@ def without_nul(file: Path, text: str) -> str:
 
 
 def _not_utf8(file: Path) -> UserError:
+    from ftkit.utils.texts import explain_not_utf8
+
     with opened(file) as stream:
         return UserError(explain_not_utf8(file, stream))
 

@@ -10,15 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from ftkit.data.samples.shapes import FixedShapes
 from ftkit.recipe.batches import count_micro_steps
 from ftkit.recipe.mesh import WHOLE, Piece
 from ftkit.recipe.plan import Plan
+
+if TYPE_CHECKING:
+    from ftkit.data.samples.shapes import FixedShapes
 
 IntArray = npt.NDArray[np.int64]
 
@@ -38,7 +40,7 @@ class RankLayout:
     padding_free: bool = False
     """Whether the samples of a micro-batch lie one behind the other in a row; else each is padded
     to the longest."""
-    shapes: FixedShapes | None = None
+    shapes: "FixedShapes | None" = None
     """Sizes of padded micro-batches, where few shapes have to repeat; None: as their samples."""
     attention_cost: float = 0.0
     """Cost of attention per token and token of its sample, relative to the matrices."""
@@ -58,7 +60,7 @@ class RankLayout:
         attention_cost: float,
         longest: int,
         rank: int = 0,
-        shapes: FixedShapes | None = None,
+        shapes: "FixedShapes | None" = None,
     ) -> Self:
         """Take the layout of a plan on one of its ranks.
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,11 @@ from ftkit.data.samples.layout import (
 )
 from ftkit.data.samples.sample_set import Sample, Samples, mismatched
 from ftkit.data.samples.sampler import StepOrder
-from ftkit.data.samples.shapes import FixedShapes
-from ftkit.data.samples.stream import Stream
 from ftkit.recipe.mesh import WHOLE, Piece
+
+if TYPE_CHECKING:
+    from ftkit.data.samples.shapes import FixedShapes
+    from ftkit.data.samples.stream import Stream
 
 
 def collate(
@@ -34,7 +36,7 @@ def collate(
     weighted: bool = False,
     padding_free: bool = False,
     piece: Piece = WHOLE,
-    shapes: FixedShapes | None = None,
+    shapes: "FixedShapes | None" = None,
     is_last_of_step: bool = True,
     source: int | None = None,
     numbers: Sequence[int] = (),
@@ -178,7 +180,7 @@ def collate(
 
 
 def train_batches(
-    samples: Samples | Stream,
+    samples: "Samples | Stream",
     order: StepOrder,
     start_step: int,
     end_step: int,
@@ -302,7 +304,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        samples: Samples | Stream,
+        samples: "Samples | Stream",
         layout: RankLayout,
         *,
         mismatched: bool,

@@ -48,7 +48,8 @@ from ftkit.extensions.neox_data.source import NeoxData
 from ftkit.models.architectures.architecture import HEAD, ModelLayout
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.load_weights import kept_parameters
-from ftkit.models.lora.adapter_files import adapter_tensors, check_adapter, unties
+from ftkit.models.lora.adapter_files import check_adapter
+from ftkit.models.lora.adapter_reading import adapter_tensors, unties
 from ftkit.models.lora.targets import our_name
 from ftkit.models.pretrained.base_model import BaseModel, checked_length, open_base, storage_of
 from ftkit.recipe.devices import Devices
@@ -56,7 +57,7 @@ from ftkit.recipe.parsing import sorted_words, to_yaml
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import Component, LoraRecipe, Memory, Recipe
 from ftkit.runs.directory import RunDirectory
-from ftkit.runs.resume import continue_command
+from ftkit.runs.unfinished import continue_command
 from ftkit.strategies.optimizers import base_learning_rate, resolve_optimizer
 from ftkit.strategies.schedule import make_schedule
 from ftkit.strategies.state import PARAMETER, state_kinds

@@ -27,12 +27,13 @@ from ftkit.extensions.foreign_checkpoints.unpickling import (
     load_torch_file,
     mapping_in,
 )
-from ftkit.models.lora.adapter_files import stored_adapter
+from ftkit.models.lora.adapter_reading import stored_adapter
 from ftkit.models.lora.targets import TRAINED
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.models.pretrained.model_files import has_tokenizer, read_json, weight_files
 from ftkit.models.pretrained.weight_files import stored_tensors
-from ftkit.recipe.peft_adapter import CONFIG, adapter_keys, peft_settings
+from ftkit.recipe.peft_adapter import adapter_keys, peft_settings
+from ftkit.recipe.peft_names import CONFIG
 from ftkit.recipe.recipe import LAYER_SWITCHES, Method
 from ftkit.strategies.state import is_scalar_state
 from ftkit.utils.damaged_files import reading

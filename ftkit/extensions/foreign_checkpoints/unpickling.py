@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.weight_files import WeightTensor, record_sizes
+from ftkit.models.pretrained.pickled_tensors import record_sizes
+from ftkit.models.pretrained.weight_files import WeightTensor
 from ftkit.utils.damaged_files import reading
 
 

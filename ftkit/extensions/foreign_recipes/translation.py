@@ -176,11 +176,7 @@ class Translation:
         ]
 
     def check(self, file: str) -> None:
-        """Refuse the file if it changes what is learned in a way that has no equal here.
-
-        Raises:
-            UserError: names every such key, and how to accept the difference.
-        """
+        """See `ftkit.recipe.readers.Translation.check`."""
         if not self.refused:
             return
         lines = [
@@ -205,19 +201,7 @@ def translate(
     without: Iterable[str] = (),
     ranks: int = 1,
 ) -> Translation:
-    """Translate a file of a program.
-
-    Args:
-        program: whose file it is.
-        values: its keys and values.
-        file: its name, for messages.
-        without: keys whose difference is accepted.
-        ranks: devices that train.
-
-    Raises:
-        UserError: a value has another type than its row, or `without` names a key that the file
-            does not have.
-    """
+    """Translate a file of a program; see `ftkit.recipe.readers.Program.translate`."""
     accepted = frozenset(without)
     given = {str(key): value for key, value in values.items()}
     for key in accepted - given.keys():

@@ -47,15 +47,7 @@ _LOOK_S = 0.5
 
 
 def planned_conversion(file: Path, root: Path) -> Conversion:
-    """Plan the conversion of a GGUF file, or describe an earlier one; nothing is converted.
-
-    Args:
-        file: the GGUF file.
-        root: where downloads go.
-
-    Raises:
-        UserError: as `settings`.
-    """
+    """Plan the conversion of a file; see `SingleFile.planned_conversion`."""
     place = conversion_place(file, root)
     if place.is_dir():
         size_bytes = sum(part.stat().st_size for part in place.glob("*.safetensors"))
@@ -71,15 +63,7 @@ def planned_conversion(file: Path, root: Path) -> Conversion:
 
 
 def conversion_place(file: Path, root: Path) -> Path:
-    """Return the directory of the converted model, whether it exists or not.
-
-    Args:
-        file: the GGUF file.
-        root: where downloads go.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the directory of a converted model; see `SingleFile.conversion_place`."""
     try:
         status = file.stat()
         with file.open("rb") as stream:
@@ -97,19 +81,11 @@ def conversion_place(file: Path, root: Path) -> Path:
 
 
 def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
-    """Convert a GGUF file, unless it is converted already; return the Hugging Face directory.
+    """Convert a file, unless it is converted already; see `SingleFile.convert`.
 
     Memory holds some rows of one tensor at a time. Quantised weights become float16, others keep
     their format. The directory appears complete or not at all; one of several processes converts,
     and the others wait.
-
-    Args:
-        file: the GGUF file.
-        root: where downloads go.
-        licences: licence files of the model, by name.
-
-    Raises:
-        UserError: the file is damaged, ftkit would compute other results, or the disk is too full.
     """
     place = conversion_place(file, root)
     if place.is_dir():
@@ -141,11 +117,7 @@ def convert(file: Path, root: Path, licences: Mapping[str, bytes]) -> Path:
 
 
 def settings(file: Path) -> dict[str, Any]:
-    """Build config.json from the header of a GGUF file; nothing is converted.
-
-    Raises:
-        UserError: as `convert`; tokenizer and numbers are not checked.
-    """
+    """Build config.json from the header of a file; tokenizer and numbers are not checked."""
     header = read_header(file)
     found = settings_of(header)
     # For its checks: a plan refuses what a conversion would refuse.

@@ -52,15 +52,9 @@ class TaskSet:
     """Tasks with their data, ready to be evaluated."""
 
     def __init__(self, found: TaskFiles, options: TaskOptions, context_length: int) -> None:
-        """Have the harness set the tasks up, and load their data.
+        """Have the harness set the tasks up, and load their data; see `FoundTasks.load`.
 
-        Args:
-            found: from `find_tasks`, which has checked every file that is read here.
-            options: how prompts are built.
-            context_length: most tokens that the model takes.
-
-        Raises:
-            UserError: a task cannot be set up.
+        `find_tasks` has checked every file that is read here.
         """
         self._options, self._context_length = options, context_length
         self._tasks: dict[str, Task] = {}

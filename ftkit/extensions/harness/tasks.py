@@ -57,13 +57,7 @@ class TaskFiles:
 def find_tasks(names: Sequence[str], *, key: str, trusted: Path | None = None) -> TaskFiles:
     """Find tasks and check their files, without running code or importing the harness.
 
-    Args:
-        names: tasks, groups or tags of the harness, task files, or directories of these.
-        key: where they were named, for messages.
-        trusted: directory whose code tasks may run.
-
-    Raises:
-        UserError: the harness or a task is missing, a task is named twice, or its file is refused.
+    Arguments and errors are those of `FoundTasks.find`; groups and tags count as tasks.
     """
     found = TaskFiles()
     if not names:

@@ -31,7 +31,7 @@ class _File:
 
 
 class DataSetFiles:
-    """The files of a data set at one commit, by names below `directory`.
+    """The files of a data set at one commit, by names below `directory`, as `HubFiles` says.
 
     Every method raises UserError if the hub cannot be reached, after some retries, or refuses.
     """
@@ -76,7 +76,6 @@ class DataSetFiles:
         }
 
     def listing(self) -> Mapping[str, _File]:
-        """All files, by name."""
         return self._files
 
     def entry(self, name: str) -> _File | None:
@@ -84,11 +83,6 @@ class DataSetFiles:
         return self._files.get(name)
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Read the bytes [start, stop) of a file, which has as many.
-
-        Raises:
-            UserError: they cannot be read.
-        """
         size = self._files[name].size_bytes
         with self._lock:
             if not self._gives_ranges:
@@ -108,11 +102,6 @@ class DataSetFiles:
         return content
 
     def download(self, name: str, path: Path) -> None:
-        """Download a file; it is complete, or there is none.
-
-        Raises:
-            UserError: it cannot be read.
-        """
         size = self._files[name].size_bytes
         partial = path.with_name(f"{path.name}.partial")
         with partial.open("wb") as file:

@@ -45,15 +45,8 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
     """Download a model from the hub ($HF_ENDPOINT) to root/ORG/NAME; return that directory.
 
     Fetches config, tokenizer and weights: safetensors where the repository has them, else
-    PyTorch's .bin, never both. Files that are complete are kept.
-
-    Args:
-        repo_id: ``ORG/NAME``, or ``ORG/NAME@VERSION``: a commit, a tag or a branch.
-        token: of a Hugging Face account. Default: $HF_TOKEN. Never printed or written.
-        root: directory of downloads.
-
-    Raises:
-        UserError: no such model, no access, no connection or no room; with a remedy.
+    PyTorch's .bin, never both. Files that are complete are kept. Arguments and errors are those of
+    `Hub.download`; the token is never printed or written.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -103,11 +96,7 @@ def download(repo_id: str, *, token: str | None = None, root: Path = ROOT) -> Pa
 
 
 def fetch_settings(repo_id: str, *, token: str | None, root: Path) -> UserError | None:
-    """Download the settings and tokenizer of a model, a few MB, as `download` does.
-
-    Returns:
-        Error of the failed download, with a remedy; None: nothing failed.
-    """
+    """Download the settings and tokenizer of a model, a few MB; see `Hub.fetch_settings`."""
     directory = root / repo_id
     name, version = split_version(repo_id)
     from huggingface_hub import HfApi, snapshot_download

@@ -29,7 +29,7 @@ from ftkit.models.bodies.attention import (
     Sequences,
 )
 from ftkit.models.bodies.body import Body, GatedMlp
-from ftkit.models.bodies.experts import FusedExperts, count_of_each, rows_of_each
+from ftkit.models.bodies.experts import FusedExperts
 from ftkit.models.bodies.norm import RMSNorm
 from ftkit.models.bodies.rotation import rotated_halves, saves_launches
 from ftkit.models.routing import RouterLoss, Routing
@@ -298,6 +298,8 @@ class Experts(LLaMAMoE):  # type: ignore[misc]  # litgpt declares no types
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [batch, tokens, width], given the same shape."""
+        from ftkit.models.bodies.expert_products import count_of_each, rows_of_each
+
         tokens = x.flatten(0, 1)
         weights, chosen = self._route(tokens)
         of_each = chosen.size(-1)

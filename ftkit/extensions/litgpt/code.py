@@ -103,18 +103,8 @@ def save(
 
     The directory appears complete or not at all. Memory holds one tensor at a time. LitGPT only
     reads weights by torch.load, so this is ftkit's one file that is a pickle. It holds nothing but
-    tensors: torch's restricted loader (weights_only) reads it.
-
-    Args:
-        base: the original model, whose settings, tokenizer and licence are copied.
-        tensors: all of the model. A tied head is written too, as LitGPT expects it.
-        out: a directory that is empty or does not exist.
-        overwrite: replace the directory, once the new one is complete.
-        others: further files, by name; they replace those of the base model.
-
-    Raises:
-        UserError: LitGPT has no such model, or ``out`` exists or cannot be written.
-        ValueError: the tensors are not those of the model.
+    tensors: torch's restricted loader (weights_only) reads it. A tied head is written too, as
+    LitGPT expects it. Arguments and errors are those of `save_hf`.
     """
     from litgpt.utils import incremental_save
 

@@ -29,8 +29,8 @@ from ftkit.recipe.recipe import FINETUNE
 from ftkit.runs.lock import Supervisor
 from ftkit.runs.report import table
 from ftkit.runs.report.report import Report
-from ftkit.runs.resume import follow_moved
 from ftkit.runs.state import RunState, StateName, look
+from ftkit.runs.unfinished import follow_moved
 from ftkit.utils.console.formatting import exact_utc_text
 from ftkit.utils.console.terminal import plain_text
 from ftkit.utils.process import PassingOn, start_command

@@ -93,13 +93,7 @@ def run_around(path: Path) -> RunDirectory:
 
 
 def refresh(path: Path) -> None:
-    """Download the small files of the run that a path belongs to.
-
-    Nothing happens while this machine itself is running on the run.
-
-    Raises:
-        UserError: the url cannot be read.
-    """
+    """Download the small files of the run that a path belongs to. See `ftkit.runs.url_runs`."""
     run = run_around(path)
     if not is_at_work_here(run):
         try:
@@ -137,25 +131,14 @@ def fetch_run(run: RunDirectory) -> Listing:
 
 
 def fetch_without_shards(checkpoint: Path) -> None:
-    """Download all files of a checkpoint except its shards.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """Download all files of a checkpoint but its shards. See `ftkit.runs.url_runs`."""
     with suppress(CheckpointError):  # the next reader reports it
         names = [name for name in read_metadata(checkpoint).files if not is_shard(name)]
         fetch_missing(checkpoint, names)
 
 
 def fetch_result(path: Path) -> None:
-    """Download what is needed to use a result.
-
-    Args:
-        path: of a run, of its checkpoints or one of them, of a result, an adapter or a model.
-
-    Raises:
-        UserError: the url cannot be read.
-    """
+    """Download what is needed to use a result. See `ftkit.runs.url_runs`."""
     run = run_around(path)
     refresh(path)
     # A model or an adapter alone: all of it is the result.
@@ -316,18 +299,10 @@ def _fetch_rest(run: RunDirectory, replica: Replica, listing: Listing) -> None:
 
 
 class UrlCopy:
-    """A copy of the files that show the state of a run, in a directory of its own.
-
-    The directory that stands for the url is left alone: another process may be using it.
-    """
+    """A copy of a run; see `ftkit.runs.url_runs.RunCopy`."""
 
     def __init__(self, path: Path, copy: Path) -> None:
-        """Download nothing yet; see `look`.
-
-        Args:
-            path: the directory that stands for the url.
-            copy: an empty directory.
-        """
+        """Download nothing yet; `path` stands for the url, and `copy` is an empty directory."""
         self.path, self._run = path, RunDirectory(copy)
         self._replica = Replica(copy, Objects.of(path))
         self._claim = ClaimWatch(self._replica.objects)
@@ -336,15 +311,9 @@ class UrlCopy:
 
     @property
     def directory(self) -> Path:
-        """Directory of the copy."""
         return self._run.path
 
     def look(self) -> bool:
-        """Bring the copy up to date; return whether the run is running.
-
-        Raises:
-            StorageError: the url has never answered.
-        """
         now_s = time.monotonic()
         if self._looked_s is not None and now_s - self._looked_s < _LOOKS_EVERY_S:
             return self._at_work
@@ -358,7 +327,6 @@ class UrlCopy:
         return self._at_work
 
     def settle(self) -> None:
-        """Look until it is certain whether the run is running; one look is not always enough."""
         with suppress(StorageError):  # the next look reports it
             self.look()
         if self._claim.is_in_doubt:
@@ -405,15 +373,10 @@ class UrlCopy:
 
 
 class UrlCopies:
-    """Copies of all runs below a url, or of the run that is there, with one listing for all."""
+    """Copies of runs, with one listing for all; see `ftkit.runs.url_runs.RunCopies`."""
 
     def __init__(self, path: Path, place: Path) -> None:
-        """Download nothing yet; see `look`.
-
-        Args:
-            path: the directory that stands for the url.
-            place: an empty directory.
-        """
+        """Download nothing yet; `path` stands for the url, and `place` is an empty directory."""
         self._path, self._place = path, place
         self._objects = Objects.of(path)
         self._copies: dict[str, UrlCopy] = {}
@@ -421,11 +384,6 @@ class UrlCopies:
         self._looked_s: float | None = None
 
     def look(self) -> list[UrlCopy]:
-        """Bring the copies up to date; they are ordered by name.
-
-        Raises:
-            StorageError: the url has never answered.
-        """
         now_s = time.monotonic()
         if self._looked_s is None or now_s - self._looked_s >= _LOOKS_EVERY_S:
             try:

@@ -47,10 +47,7 @@ _POLL_S = 0.1
 
 
 class CheckpointUploads:
-    """Uploads files of checkpoints, several at a time, and keeps what was uploaded.
-
-    Every host of a run has one, for the files that its ranks write.
-    """
+    """Uploads several files at a time; see `ftkit.runs.url_runs.Uploads`."""
 
     def __init__(self, run: RunDirectory, objects: Objects) -> None:
         self._run, self._objects = run, objects
@@ -60,18 +57,6 @@ class CheckpointUploads:
     def upload(
         self, step: int, directory: Path, files: Mapping[str, str], allowed: Callable[[], bool]
     ) -> None:
-        """Upload files of a checkpoint, in this order, except those that were uploaded before.
-
-        Args:
-            step: of the checkpoint.
-            directory: holds the files.
-            files: checksums by name.
-            allowed: whether another file may be started; called in threads.
-
-        Raises:
-            StorageError: the storage does not take one.
-        """
-
         def send(name: str) -> None:
             if allowed():
                 self._objects.upload(directory / name, f"{checkpoint_name(self._run, step)}/{name}")
@@ -82,18 +67,16 @@ class CheckpointUploads:
         each(send, [n for n, checksum in files.items() if sent.get(n) != checksum], _FILES_AT_ONCE)
 
     def sent(self, step: int) -> dict[str, str]:
-        """Checksums, by name, of the files of a checkpoint that were uploaded."""
         with self._lock:
             return dict(self._sent.get(step, {}))
 
     def forget(self, step: int) -> None:
-        """Forget a checkpoint that is complete at the url, or no longer wanted."""
         with self._lock:
             self._sent.pop(step, None)
 
 
 class Mirror:
-    """Uploads one run to its url."""
+    """Uploads one run to its url; see `ftkit.runs.url_runs.Mirror`."""
 
     def __init__(self, run: RunDirectory, claim: RemoteClaim, listing: Listing) -> None:
         """Start nothing yet; see `begin`.
@@ -132,13 +115,6 @@ class Mirror:
         overwrites: bool = False,
         others: OtherHosts | None = None,
     ) -> None:
-        """Upload in a thread from now on.
-
-        Args:
-            has_begun: whether the run has done anything; until then the url stays as it is.
-            overwrites: whether what lies at the url is deleted then.
-            others: upload what is not here.
-        """
         self._has_begun, self._overwrites, self._others = has_begun, overwrites, others
         self._thread = begun(self._run_thread)
 

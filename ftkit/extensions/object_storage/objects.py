@@ -74,8 +74,6 @@ class Objects:
         return cls(url)
 
     def listing(self) -> dict[str, ObjectEntry]:
-        """List all objects, by name."""
-
         def list_(fs: Any) -> dict[str, ObjectEntry]:
             try:
                 found = found_below(self._scheme, fs, self._root)
@@ -121,8 +119,6 @@ class Objects:
         return self._tried(f"reading {name}", read)
 
     def entry(self, name: str) -> ObjectEntry | None:
-        """Look up an object; None: it does not exist."""
-
         def look_up(fs: Any) -> ObjectEntry | None:
             # Some file systems remember what they have seen, in spite of use_listings_cache.
             fs.invalidate_cache()
@@ -135,7 +131,6 @@ class Objects:
         return self._tried(f"looking at {name}", look_up)
 
     def download(self, name: str, path: Path) -> None:
-        """Download an object; the file is either complete or unchanged."""
         partial = path.with_name(f".{path.name}.{os.getpid()}.fetched")
         path.parent.mkdir(parents=True, exist_ok=True)
         options = fetch_options(self._scheme)

@@ -59,11 +59,7 @@ _COPY_POLL_S = 0.5
 
 
 def require_provider(scheme: str) -> None:
-    """Refuse a url whose library or account is missing.
-
-    Raises:
-        UserError: the library is not installed, or no account is set; says what to do.
-    """
+    """Refuse a url whose library or account is missing. See `ftkit.runs.url_runs`."""
     kind = URL_KINDS.get(scheme)
     assert kind is not None, scheme
     try:

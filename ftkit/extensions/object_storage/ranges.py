@@ -45,20 +45,10 @@ def blocks(path: Path, size_bytes: int) -> Iterator[bytes]:
 
 
 class RangedSafetensors:
-    """A safetensors file at a url."""
+    """A safetensors file at a url; see `ftkit.utils.url_files.UrlTensors`."""
 
     def __init__(self, path: Path, checksums: BlockChecksums | None = None) -> None:
-        """Read the header.
-
-        Args:
-            path: where the file would lie on this machine.
-            checksums: of its blocks; None: there are none, and nothing is verified.
-
-        Raises:
-            StorageError: it cannot be read.
-            DamagedObject: its length or a block differs from what was written.
-            ValueError: it is not a safetensors file.
-        """
+        """Read the header, as `ftkit.utils.url_files.UrlFiles.tensors` says."""
         self._objects, self._name = Objects.of(path.parent), path.name
         self._checksums = checksums
         self._block_bytes = BLOCK_BYTES if checksums is None else checksums.block_bytes
@@ -84,12 +74,6 @@ class RangedSafetensors:
             raise self._damaged(f"it has {size:,} bytes instead of {self._start + end:,}")
 
     def read(self, key: str, start: int, stop: int) -> bytearray:
-        """Read the bytes [start, stop) of a tensor.
-
-        Raises:
-            StorageError: they cannot be read.
-            DamagedObject: a block that they touch has another checksum.
-        """
         begin, end = self.entries[key]["data_offsets"]
         assert 0 <= start <= stop <= end - begin, (key, start, stop)
         return self._bytes(self._start + begin + start, self._start + begin + stop)

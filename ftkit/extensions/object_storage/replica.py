@@ -152,11 +152,7 @@ def fetch_whole(directory: Path) -> None:
 
 
 def fetch_missing(directory: Path, names: Iterable[str]) -> None:
-    """Download the files that a directory lacks.
-
-    Raises:
-        UserError: they cannot be read.
-    """
+    """Download the files that a directory lacks. See `ftkit.utils.url_files`."""
     if missing := [name for name in names if not (directory / name).exists()]:
         try:
             download_files(directory, Objects.of(directory), missing)

@@ -84,22 +84,16 @@ def require_unclaimed(out_dir: Path, on_message: Callable[[str], None]) -> None:
 
 
 class UrlCheckpoints:
-    """Checkpoints of a run at a url, to be deleted while no run is active there."""
+    """Checkpoints of a run at a url; see `ftkit.runs.url_runs.UrlCheckpoints`."""
 
     def __init__(self, run: RunDirectory, replica: Replica) -> None:
         self._run, self._replica = run, replica
         self._listing = replica.objects.listing()
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of a step.
-
-        Raises:
-            StorageError: the storage does not do it.
-        """
         self._delete(checkpoint_name(self._run, step))
 
     def incomplete(self) -> dict[str, int]:
-        """Bytes of incomplete checkpoints, by the names of their directories."""
         complete = committed_steps(self._listing)
         found: dict[str, int] = {}
         for name, entry in self._listing.items():
@@ -112,11 +106,6 @@ class UrlCheckpoints:
         return found
 
     def delete_incomplete(self, directory: str) -> None:
-        """Delete an incomplete checkpoint.
-
-        Raises:
-            StorageError: the storage does not do it.
-        """
         self._delete(f"{self._run.store.directory.name}/{directory}")
 
     def _delete(self, name: str) -> None:

@@ -6,17 +6,20 @@ the order of the samples, the reference stays in memory beside the trained model
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftkit.data.samples.layout import FILLER
 from ftkit.extensions.other_models.divergence import FrozenHead, HiddenRows
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.load_weights import Sharding
-from ftkit.models.lora.layers import AdapterSwitch
+from ftkit.models.lora.experts import expert_pairs
+from ftkit.models.lora.peft_layers import tuner_layers
 from ftkit.models.loss import HeadOutput, LogProbabilities
 from ftkit.objectives.companion import Companion, Context, sequence_log_probabilities
 from ftkit.objectives.objective import Batch, sequence_sums
@@ -92,6 +95,31 @@ class Teacher(Frozen):
     def add_to(self, batch: Batch) -> None:
         batch[TEACHER_ROWS] = self._output(batch, HiddenRows())
         batch[TEACHER_HEAD] = self._head
+
+
+class AdapterSwitch:
+    """Switches the adapter of a model off, so that the model computes what its base does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Found once: looking through all modules takes as long as a small layer computes.
+        self._layers = [layer for _, layer in tuner_layers(model)]
+        self._pairs = [pairs for _, pairs in expert_pairs(model)]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Context in which the adapter adds nothing, and its dropout draws nothing."""
+        self._switch(is_on=False)
+        try:
+            yield
+        finally:
+            self._switch(is_on=True)
+
+    def _switch(self, *, is_on: bool) -> None:
+        for layer in self._layers:
+            # PEFT 0.21 has a public method, but it also freezes the matrices.
+            layer._disable_adapters = not is_on
+        for pairs in self._pairs:
+            pairs.is_on = is_on
 
 
 class BelowAdapter(Reference):

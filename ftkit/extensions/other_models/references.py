@@ -39,7 +39,7 @@ from ftkit.extensions.other_models.reference_values import (
 from ftkit.extensions.other_models.second_model import check_context, check_tokens
 from ftkit.models.bodies.attention import planned_path
 from ftkit.models.language_model import LanguageModel, outline
-from ftkit.models.lora.adapter_files import Adapter, read_adapter
+from ftkit.models.lora.adapter_reading import Adapter, read_adapter
 from ftkit.models.pretrained.base_model import BaseModel, fingerprint, open_base
 from ftkit.objectives.companion import sequence_log_probabilities
 from ftkit.recipe.hubs import or_download

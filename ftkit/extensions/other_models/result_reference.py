@@ -30,7 +30,7 @@ from ftkit.extensions.other_models.references import (
 from ftkit.extensions.other_models.second_model import check_context, check_tokens
 from ftkit.models.bodies.attention import planned_path
 from ftkit.models.language_model import LanguageModel
-from ftkit.models.lora.adapter_files import read_adapter
+from ftkit.models.lora.adapter_reading import read_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     fingerprint,

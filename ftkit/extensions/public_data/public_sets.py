@@ -108,16 +108,12 @@ class AlpacaGPT4(Alpaca):
     """The instructions of Alpaca with answers of GPT-4."""
 
     val_split_fraction: float = 0.03847
-    """Share of the records used for validation; the default gives 2,000."""
     download_dir: Path = Path("data/alpacagpt4")
-    """Directory of the downloaded file."""
     file_url: str = (
         "https://raw.githubusercontent.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM/main/data/"
         "alpaca_gpt4_data.json"
     )
-    """URL of the file."""
     file_name: str = "alpacagpt4_data_cleaned_archive.json"
-    """Name of the file in download_dir."""
 
 
 @dataclass(kw_only=True)
@@ -172,8 +168,6 @@ class FLAN(PublicSet):
     """Tasks of many kinds, written as instructions by ten templates each."""
 
     prompt_style: Any = "flan"
-    """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
-    or a text such as "Q: {instruction}\\nA: "."""
     download_dir: Path = Path("data/flan")
     """Directory of the downloaded files."""
     url: str = "https://huggingface.co/datasets/Muennighoff/flan/resolve/main"
@@ -242,8 +236,6 @@ class LongForm(PublicSet):
     """Instructions with long texts as their answers (akoksal/LongForm)."""
 
     prompt_style: Any = "longform"
-    """Template that turns instruction and input into a prompt: a name, a class of litgpt.prompts,
-    or a text such as "Q: {instruction}\\nA: "."""
     download_dir: Path = Path("data/longform")
     """Directory of the downloaded files."""
 

@@ -29,13 +29,8 @@ from ftkit.models.pretrained.places import find_or_download
 from ftkit.models.pretrained.save import save_hf, save_in_own_layout
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.recipe.implementations import HF, layout_in
-from ftkit.recipe.peft_adapter import (
-    CONFIG,
-    OLD_WEIGHTS,
-    WEIGHTS,
-    adapter_keys,
-    peft_settings,
-)
+from ftkit.recipe.peft_adapter import adapter_keys, peft_settings
+from ftkit.recipe.peft_names import CONFIG, OLD_WEIGHTS, WEIGHTS
 from ftkit.recipe.recipe_sections import keys_of
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
@@ -140,7 +135,7 @@ def _check(result: Result) -> int:
             return 1
         print_shown(f"yes  vllm serve {result.directory}\n     if it knows models of this family")
         return 0
-    if (notice := serving_notice(result.directory)) is not None:
+    if (notice := serving_notice(peft_settings(result.directory))) is not None:
         print_shown(f"no   {notice}\n     ftkit merge {result.name} --out out/merged")
         return 1
     rank = serving_rank(peft_settings(result.directory))

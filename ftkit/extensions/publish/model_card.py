@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from ftkit.data.records.paths import is_hub_name
-from ftkit.evaluation.result import Result, report_of
 from ftkit.models.pretrained.model_files import CARD, licence_files
 from ftkit.models.pretrained.places import hub_name
 from ftkit.recipe.adapter_types import LORA, type_title
@@ -34,6 +33,9 @@ from ftkit.utils.console.formatting import (
 )
 from ftkit.utils.files import write_durably
 from ftkit.utils.yaml_files import parse_yaml
+
+if TYPE_CHECKING:
+    from ftkit.evaluation.result import Result
 
 _FENCE = "---"
 _SFT = Component(class_path="sft", init_args={})
@@ -566,7 +568,7 @@ def _named(value: Any) -> Any:
     return value
 
 
-def card_files(result: Result, base: Path | None, kind: CardKind) -> dict[str, bytes]:
+def card_files(result: "Result", base: Path | None, kind: CardKind) -> dict[str, bytes]:
     """Model card of an output, by file name; {} if nothing is known about its run.
 
     Args:
@@ -574,6 +576,8 @@ def card_files(result: Result, base: Path | None, kind: CardKind) -> dict[str, b
         base: directory of the base model; None: it is not known.
         kind: what it becomes.
     """
+    from ftkit.evaluation.result import report_of
+
     report = report_of(result)
     return {} if report is None else {CARD: card_text(report, base, kind).encode()}
 

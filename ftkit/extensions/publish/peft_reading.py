@@ -30,7 +30,7 @@ from torch import Tensor
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, Fused
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.models.lora.adapter_files import stored_adapter
+from ftkit.models.lora.adapter_reading import stored_adapter
 from ftkit.models.lora.peft_layers import stored_config, without_bitsandbytes
 from ftkit.models.lora.targets import TRAINED, head_names
 from ftkit.models.meta_device import on_meta_device

@@ -16,7 +16,7 @@ from ftkit.extensions.publish.model_card import card_files, with_name
 from ftkit.models.pretrained.model_files import CARD, read_json
 from ftkit.models.pretrained.places import hub_name
 from ftkit.recipe.hubs import split_version
-from ftkit.recipe.peft_adapter import CONFIG as ADAPTER_CONFIG
+from ftkit.recipe.peft_names import CONFIG as ADAPTER_CONFIG
 from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import bytes_text
 from ftkit.utils.progress import is_quiet, print_notice, print_shown

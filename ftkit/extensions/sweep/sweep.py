@@ -17,12 +17,13 @@ from ftkit.errors import EXIT_BY_SIGNAL, EXIT_OUT_OF_MEMORY, DoesNotFit, UserErr
 from ftkit.extensions.comparison.commands import CompareOptions
 from ftkit.extensions.comparison.compare import compare_runs
 from ftkit.extensions.comparison.plots import check_plot
+from ftkit.extensions.sweep.combinations import differences, runs_of_keys
 from ftkit.extensions.sweep.commands import SweepOptions
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.plan import make_plan
 from ftkit.recipe.recipe import FINETUNE
-from ftkit.recipe.sweep import SweepRun, differences, runs_of_file, runs_of_keys
+from ftkit.recipe.sweep import SweepRun, runs_of_file
 from ftkit.runs.directory import RunDirectory
 from ftkit.runs.report.report import ENDED_WELL
 from ftkit.runs.state import AT_WORK, StateName, look

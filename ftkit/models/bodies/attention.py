@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import AttentionTraits
-from ftkit.models.bodies.exchange import Exchange
 from ftkit.recipe.plan import Plan
 from ftkit.utils.accelerators.use import pinned
+
+if TYPE_CHECKING:
+    from ftkit.models.bodies.exchange import Exchange
 
 AttentionPath = Literal["varlen", "sdpa per sequence", "padded"]
 """Layout of a micro-batch for attention: its tokens in a row, computed whole by torch's attention
@@ -174,7 +176,7 @@ class Sequences:
     starts: Tensor | None = None
     """[sequences + 1] int32, the start of each and the end of the last, for torch's attention over
     variable lengths; None: it is not used."""
-    exchange: Exchange | None = None
+    exchange: "Exchange | None" = None
     """With the ranks that have the other pieces of the row; None: it is here, all of it."""
     places: Tensor | None = None
     """[tokens] int64, their positions on the device; None: they follow from the lengths."""
@@ -185,7 +187,7 @@ class Sequences:
         input_ids: Tensor,
         lengths: Iterable[int] | FixedRow | None,
         kernel: AttentionKernel,
-        exchange: Exchange | None = None,
+        exchange: "Exchange | None" = None,
     ) -> Self:
         """Describe the sequences of a micro-batch.
 
@@ -303,7 +305,7 @@ def attend(
 
 
 def _attend_over_ranks(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, exchange: Exchange
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, exchange: "Exchange"
 ) -> Tensor:
     """Attention within each sequence, of whose tokens each rank has some; here, of some heads."""
     if (copies := exchange.copies(k.size(1))) > 1:

@@ -3,17 +3,19 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from ftkit.models.bodies.attention import AttentionKernel, FixedRow
-from ftkit.models.bodies.exchange import Exchange
 from ftkit.models.bodies.experts import FusedExperts
 from ftkit.models.routing import RouterLoss, Routing
 from ftkit.models.token_numbers import TokenNumbers
+
+if TYPE_CHECKING:
+    from ftkit.models.bodies.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Body(nn.Module, ABC):
 
     tokens: TokenNumbers
     """Numbers of the tokens that it is trained on, for dropout and noise."""
-    exchange: Exchange | None = None
+    exchange: "Exchange | None" = None
     """With the ranks that share rows of tokens in training; None: rows are whole."""
 
     @property

@@ -38,15 +38,13 @@ from ftkit.models.bodies.attention import (
     attend,
 )
 from ftkit.models.bodies.body import Body, GatedMlp, MediaEncoder
-from ftkit.models.bodies.experts import (
-    PAIRS,
-    FusedExperts,
+from ftkit.models.bodies.expert_products import (
     count_of_each,
     grouped_product,
-    packed_in,
     packed_product,
     rows_of_each,
 )
+from ftkit.models.bodies.experts import PAIRS, FusedExperts, packed_in
 from ftkit.models.bodies.norm import replace_norms
 from ftkit.models.bodies.rotation import rotate_in_few_kernels
 from ftkit.models.routing import RouterLoss, Routing

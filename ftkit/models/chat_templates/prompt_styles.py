@@ -381,7 +381,9 @@ def resolve_prompt_style(value: object) -> AnyStyle:
     """
     if isinstance(value, PromptStyle | TextPrompt):
         return value
-    if isinstance(value, str) and value in _names() and (known := STYLES.get(value)):
+    # The first of the name: those of extensions are read only if the core has none.
+    known = next((style for style in STYLES if style.name == value != style.class_name), None)
+    if known is not None:
         return known
     # No name has a brace; a lone one is a mistake that TextPrompt explains.
     if isinstance(value, str) and ("{" in value or "}" in value):

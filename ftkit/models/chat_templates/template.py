@@ -16,7 +16,6 @@ from ftkit.models.chat_templates.sandbox import NotRendered, check_source, rende
 from ftkit.recipe.parsing import TEMPLATE_MARKS
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.names import nearest
-from ftkit.utils.texts import explain_not_utf8
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File beside the tokenizer in which transformers and ftkit look for a model's template."""
@@ -275,6 +274,8 @@ def read_template(file: Path) -> str:
             )
         return text
     except UnicodeDecodeError:
+        from ftkit.utils.texts import explain_not_utf8
+
         with file.open("rb") as content:
             raise UserError(f"The chat template {explain_not_utf8(file, content)}") from None
     except OSError as error:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkit.errors import UserError
-from ftkit.models.bodies.experts import PAIRS, FusedExperts, grouped_product
+from ftkit.models.bodies.expert_products import grouped_product
+from ftkit.models.bodies.experts import PAIRS, FusedExperts
 from ftkit.models.lora.targets import TRAINED, our_name
 from ftkit.models.pretrained.base_model import BaseModel, parameter_shapes
 from ftkit.recipe.recipe import Lora
@@ -166,14 +167,12 @@ def parameters_adapted(base: BaseModel, targets: Iterable[str]) -> dict[str, str
 
     Args:
         base: the adapted model.
-        targets: the adapter's target_parameters.
+        targets: the adapter's target_parameters, at least one.
 
     Raises:
         UserError: they differ from the parameters that `lora_experts` adapts.
     """
     endings = tuple(f".{target}" for target in targets)
-    if not endings:
-        return {}
     shapes = parameter_shapes(base)
     chosen = [name for name in shapes if name.endswith(endings)]
     owners = {name.rpartition(".")[0] for name in chosen}

@@ -9,7 +9,6 @@ https://arxiv.org/abs/2310.08659.
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import seed_of
-from ftkit.models.lora.experts import ExpertPairs, add_expert_pairs, expert_pairs
+from ftkit.models.bodies.experts import PAIRS
 from ftkit.models.lora.peft_layers import layers_of, tuner_layers, without_bitsandbytes
 from ftkit.models.lora.targets import INITIAL, TRAINED, adapted_layers, our_name, whole_layers
 from ftkit.models.pretrained.base_model import BaseModel
@@ -45,6 +44,8 @@ def add_adapter(model: nn.Module, base: BaseModel, lora: Lora) -> None:
     if targets:
         layers_of(lora).add(model, base, targets)
     if lora.lora_experts:
+        from ftkit.models.lora.experts import add_expert_pairs
+
         add_expert_pairs(model, base, lora)
     _drop_by_tokens(model, lora)
     # After the injection, which freezes all but its own parameters.
@@ -119,33 +120,8 @@ def _relate_to_initial(layer: Any, lora_r: int) -> None:
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and module of every adapted linear layer."""
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and not isinstance(module, ExpertPairs):
+        if hasattr(module, "lora_A") and not name.endswith(PAIRS):
             yield name, module
-
-
-class AdapterSwitch:
-    """Switches the adapter of a model off, so that the model computes what its base does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # Found once: looking through all modules takes as long as a small layer computes.
-        self._layers = [layer for _, layer in tuner_layers(model)]
-        self._pairs = [pairs for _, pairs in expert_pairs(model)]
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Context in which the adapter adds nothing, and its dropout draws nothing."""
-        self._switch(is_on=False)
-        try:
-            yield
-        finally:
-            self._switch(is_on=True)
-
-    def _switch(self, *, is_on: bool) -> None:
-        for layer in self._layers:
-            # PEFT 0.21 has a public method, but it also freezes the matrices.
-            layer._disable_adapters = not is_on
-        for pairs in self._pairs:
-            pairs.is_on = is_on
 
 
 def initial_adapter(name: str, shape: torch.Size, seed: int, lora: Lora) -> Tensor:

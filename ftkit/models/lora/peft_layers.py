@@ -14,7 +14,6 @@ from torch import Tensor
 from ftkit.models.lora.targets import TRAINED
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.recipe.adapter_types import peft_type
-from ftkit.recipe.peft_adapter import peft_arguments
 from ftkit.recipe.recipe import Lora
 from ftkit.utils.imports import hidden
 
@@ -125,6 +124,8 @@ def stored_config(directory: Path) -> Any:
     """
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     from peft.utils.peft_types import PeftType
+
+    from ftkit.recipe.peft_adapter import peft_arguments
 
     kind, arguments = peft_arguments(directory)
     return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**arguments)

@@ -6,10 +6,9 @@ The rules are those of PEFTHelper (vllm/lora/peft_helper.py) and of max_lora_ran
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ftkit.recipe.peft_adapter import HARMLESS_STARTS, peft_settings
+from ftkit.recipe.peft_names import HARMLESS_STARTS
 
 VLLM_VERSION = "0.33.0"
 """Version that the rules are from."""
@@ -83,9 +82,9 @@ def obstacles(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"its rank is {_rank_of(config)}, above {RANKS[-1]}"
 
 
-def serving_notice(directory: Path) -> str | None:
-    """Notice about an adapter that vLLM does not serve; None: vLLM serves it."""
-    found = "; ".join(obstacles(peft_settings(directory)))
+def serving_notice(config: Mapping[str, Any]) -> str | None:
+    """Notice about an adapter with these settings; None: vLLM serves it."""
+    found = "; ".join(obstacles(config))
     if not found:
         return None
     return (

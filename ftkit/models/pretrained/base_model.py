@@ -44,7 +44,6 @@ from ftkit.models.pretrained.places import (
     find_single_file,
     settings_directory,
 )
-from ftkit.models.pretrained.random_weights import random_numbers, random_weight
 from ftkit.models.pretrained.stored_forms import StoredForm, plain_settings, stored_form
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.models.pretrained.weight_files import (
@@ -399,6 +398,8 @@ def weight_reader(base: BaseModel, device: torch.device | None = None) -> Callab
         return _grown_reader(base, base.ungrown, device)
     architecture = base.architecture
     if base.directory is None:
+        from ftkit.models.pretrained.random_weights import random_numbers, random_weight
+
         shapes = parameter_shapes(base)
         places = {name: place for place, name in enumerate(shapes)}
         # It lives as long as the reader, so that it is not in the memory that a run measures.

@@ -12,10 +12,11 @@ from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.utils.damaged_files import reading, require_regular
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from ftkit.errors import UserError
 from ftkit.models.pretrained.added_tokens import with_added_tokens
 from ftkit.models.pretrained.base_model import BaseModel, storage_of
-from ftkit.models.pretrained.reward_model import as_reward_model
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.recipe import Recipe
 from ftkit.recipe.recipe_sections import sections, trained_parts
@@ -22,6 +21,8 @@ def base_for(base: BaseModel, recipe: Recipe) -> BaseModel:
     """
     base = with_added_tokens(base, recipe.added_tokens)
     if objective_rules(recipe.objective).scores:
+        from ftkit.models.pretrained.reward_model import as_reward_model
+
         return as_reward_model(base)
     if base.architecture.scores:
         raise UserError(

@@ -13,8 +13,8 @@ from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import HEAD, SCORE
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
+from ftkit.models.pretrained.model_files import TOKENIZER_CONFIG
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 _PADDING = ("pad_token", "unk_token", "bos_token")
 """Keys of tokens that may stand for padding, the first best."""
 

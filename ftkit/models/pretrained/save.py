@@ -22,11 +22,7 @@ from ftkit.models.pretrained.base_model import (
     settings_files,
     storage_of,
 )
-from ftkit.models.pretrained.reward_model import (
-    TOKENIZER_CONFIG,
-    reward_settings,
-    tokenizer_settings,
-)
+from ftkit.models.pretrained.model_files import TOKENIZER_CONFIG
 from ftkit.models.pretrained.tokenizer import GENERATION
 from ftkit.models.pretrained.weight_files import (
     DTYPES,
@@ -134,6 +130,8 @@ def save_hf(
         else:
             settings |= facts_of_weights(settings, base, dtype, tied=is_now_tied)
             if base.architecture.scores:
+                from ftkit.models.pretrained.reward_model import reward_settings
+
                 settings |= reward_settings(base, others or {})
             # Without these keys, transformers assumes the defaults of the family.
             settings.setdefault("bos_token_id", base.tokenizer.bos_id)
@@ -253,6 +251,8 @@ def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dic
     own = dict(companions(base))
     files = {CHAT_TEMPLATE: template.encode(), GENERATION: _generation(base, own, stop_ids)}
     if base.architecture.scores:
+        from ftkit.models.pretrained.reward_model import tokenizer_settings
+
         own[TOKENIZER_CONFIG] = _as_json(tokenizer_settings(base, own, stop_ids))
         files[TOKENIZER_CONFIG] = own[TOKENIZER_CONFIG]
     for name in _ALSO_TEMPLATES:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ftkit.data.records.media import ShownMedium
 from ftkit.recipe.recipe import METRICS
-from ftkit.utils.console.html import Pictured
+from ftkit.utils.console.formatting import Pictured
 
 MOST_SHOWN = 8
 """Most media of an example in a report, which holds their pictures."""
@@ -85,33 +85,8 @@ def score_title(name: str, *, is_own: bool) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskResult:
-    """One metric of one model on an lm-evaluation-harness task or group."""
-
-    task: str
-    """Its name, as the harness has it."""
-    metric: str
-    """Metric: acc, exact_match, word_perplexity, ..."""
-    filter: str | None
-    """Filter that the answers went through first; None: none."""
-    samples: int
-    """Records of the task that were answered."""
-    value: float
-    """The number."""
-    stderr: float | None
-    """Its standard error, where it is a mean."""
-    higher_is_better: bool | None
-    """Which values are good; None: not known."""
-
-    @property
-    def name(self) -> str:
-        """Metric and filter, as tables show them."""
-        return _metric_name(self.metric, self.filter)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskScore:
-    """One metric of a task or group, before and after training."""
+class _OfTask:
+    """A metric of a task or group."""
 
     task: str
     """Its name, as the harness has it."""
@@ -123,22 +98,33 @@ class TaskScore:
     """Records of the task that were answered."""
     higher_is_better: bool | None = None
     """Which values are good; None: not known."""
+
+    @property
+    def name(self) -> str:
+        """Metric and filter, as tables show them."""
+        return self.metric if self.filter is None else f"{self.metric} ({self.filter})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult(_OfTask):
+    """One metric of one model on an lm-evaluation-harness task or group."""
+
+    value: float
+    """The number."""
+    stderr: float | None
+    """Its standard error, where it is a mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore(_OfTask):
+    """One metric of a task or group, before and after training."""
+
     before: float | None = None
     """Before the first step."""
     after: float | None = None
     """After the last step."""
     stderr: float | None = None
     """Standard error of the newer one, where it is a mean."""
-
-    @property
-    def name(self) -> str:
-        """Metric and filter, as tables show them."""
-        return _metric_name(self.metric, self.filter)
-
-
-def _metric_name(metric: str, filter_name: str | None) -> str:
-    """Metric and filter, as tables show them."""
-    return metric if filter_name is None else f"{metric} ({filter_name})"
 
 
 def score_text(value: float) -> str:

@@ -49,7 +49,6 @@ from ftkit.utils.console.formatting import (
     shortened,
     shortened_within,
 )
-from ftkit.utils.console.html import block, escaped, labelled, styled
 from ftkit.utils.console.terminal import Value, labelled_grid
 from ftkit.utils.urls import display_path
 
@@ -94,6 +93,8 @@ def summary_line(report: Report, out_dir: Path) -> str:
 
 def report_as_html(report: Report, out_dir: Path | None = None) -> str:
     """Return the table of a report as HTML for a notebook; see `render`."""
+    from ftkit.utils.console.html import block, escaped, labelled, styled
+
     words = styled(report.outcome.replace("_", " "), STYLE_OF_OUTCOME[report.outcome])
     return block(
         f"<b>{escaped(_title(report))}</b>",

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from typing import Self
 
 from ftkit.errors import UserError
 from ftkit.redaction import printable, shown
@@ -169,3 +170,17 @@ def parse_size(text: str) -> int | None:
     """Parse a size, a number with its unit; return its bytes, or None if it is not a size."""
     found = _SIZE.fullmatch(text)
     return int(float(found[1]) * SIZE_UNITS[found[2]]) if found else None
+
+
+class Pictured(str):
+    """A text with a small picture, which pages show above it, and terminals not."""
+
+    __slots__ = ("picture",)
+    picture: str
+    """data: url that holds it; "": there is none."""
+
+    def __new__(cls, text: str, picture: str) -> Self:
+        """Join a text and the url of a picture."""
+        made = super().__new__(cls, text)
+        made.picture = picture
+        return made

@@ -7,9 +7,9 @@ alike, and the text says the same.
 import base64
 import html
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 from ftkit.redaction import shown
+from ftkit.utils.console.formatting import Pictured
 
 GOOD = "#0b8457"
 _NEUTRAL = "#888888"
@@ -54,20 +54,6 @@ def styled(text: str, style: str) -> str:
 def block(*parts: str) -> str:
     """Join parts into one, each below the one before."""
     return f'<div style="max-width:60em">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
-
-
-class Pictured(str):
-    """A text with a small picture, which pages show above it, and terminals not."""
-
-    __slots__ = ("picture",)
-    picture: str
-    """data: url that holds it; "": there is none."""
-
-    def __new__(cls, text: str, picture: str) -> Self:
-        """Join a text and the url of a picture."""
-        made = super().__new__(cls, text)
-        made.picture = picture
-        return made
 
 
 def pictured(text: Pictured, style: str = "") -> str:

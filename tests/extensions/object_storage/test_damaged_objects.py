@@ -20,7 +20,8 @@ from ftkit.checkpoint.metadata import (
     read_metadata,
     write_metadata,
 )
-from ftkit.checkpoint.shards import Piece, StoredState, write_shard
+from ftkit.checkpoint.shards import Piece, write_shard
+from ftkit.checkpoint.stored_state import StoredState
 from ftkit.utils.urls import local_path
 
 pytestmark = pytest.mark.usefixtures("s3")

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers_models import make_transformers_model
 
 from ftkit.errors import UserError
+from ftkit.extensions.other_models.reference import AdapterSwitch
 from ftkit.extensions.peft_types.layers import Vera
 from ftkit.models.flops import flops_per_token
 from ftkit.models.language_model import LanguageModel, outline
 from ftkit.models.lora.adapter_files import check_adapter
-from ftkit.models.lora.layers import AdapterSwitch
 from ftkit.models.pretrained.base_model import BaseModel, open_base
 from ftkit.recipe.devices import Devices
 from ftkit.recipe.plan import make_plan

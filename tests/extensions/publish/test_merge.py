@@ -154,7 +154,7 @@ def test_embedding_and_head_are_apart_where_peft_has_them_apart(
 def test_training_from_an_adapter_that_unties_is_asked_to_untie(
     foreign: dict[str, Path], tmp_path: Path
 ) -> None:
-    from ftkit.models.lora.adapter_files import check_shapes, read_adapter
+    from ftkit.models.lora.adapter_reading import check_shapes, read_adapter
 
     adapter = foreign["the embedding alone"]
     base = open_base(str(adapter.parent / "base"))
@@ -205,7 +205,7 @@ def test_embedding_and_head_are_among_what_is_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter = foreign["the embedding alone"]
-    monkeypatch.setattr("ftkit.models.lora.adapter_files.unties", lambda *_: False)
+    monkeypatch.setattr("ftkit.models.lora.adapter_reading.unties", lambda *_: False)
     monkeypatch.setattr(peft_reading, "available_host_bytes", lambda: free_bytes)
     base = adapter.parent / "base"
     text = mistake(adapter, "--out", tmp_path / "merged", "--checkpoint_dir", base)

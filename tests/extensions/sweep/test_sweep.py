@@ -1,5 +1,6 @@
 """ftkit sweep: what is run, what is skipped, what goes on; the committed sweeps at tiny scale."""
 
+import dataclasses
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from runs import DEFAULT_SIGNALS, rows, wait_for, watched
 
 from ftkit.cli.app import run
 from ftkit.errors import UserError
+from ftkit.extensions.sweep.combinations import differences, runs_of_keys
+from ftkit.recipe.parsing import to_yaml
 from ftkit.recipe.sweep import runs_of_file
 from ftkit.runs.report.report import OutcomeName, Report, read_report
 
@@ -404,3 +407,15 @@ def test_a_committed_sweep_has_every_experiment_of_the_tutorial(name: str) -> No
         recipes = {path.stem for path in (ROOT / "recipes/multi_gpu").glob("*.yaml")}
         assert {item.name for item in runs} == recipes
     assert all(item.recipe() for item in runs)
+
+
+def test_a_run_with_the_earlier_layers_of_lora_is_that_of_the_sweep(tmp_path: Path) -> None:
+    base = ("checkpoint_dir", "random:pythia-14m")
+    (run,) = runs_of_keys("finetune", [], ["seed=7"], [base], tmp_path / "out")
+    asked = run.recipe()
+    earlier: dict[str, Any] = {"lora_targets": None, "lora_r": 8, "lora_alpha": 16}
+    recorded = tmp_path / "recipe.yaml"
+    recorded.write_text(to_yaml(dataclasses.replace(asked, **earlier)))
+    assert differences(run, asked, recorded) == []
+    recorded.write_text(to_yaml(dataclasses.replace(asked, **earlier | {"lora_r": 4})))
+    assert differences(run, asked, recorded) == ["lora_r is 4 there and 16 here"]

@@ -19,7 +19,8 @@ from transformers_models import MORE_MODELS, NEWEST, make_transformers_model
 from ftkit.errors import UserError
 from ftkit.launch.supervisor import launch
 from ftkit.models.language_model import outline
-from ftkit.models.lora.adapter_files import check_adapter, read_adapter
+from ftkit.models.lora.adapter_files import check_adapter
+from ftkit.models.lora.adapter_reading import read_adapter
 from ftkit.models.lora.layers import initial_adapter
 from ftkit.models.lora.peft_layers import without_bitsandbytes
 from ftkit.models.lora.targets import our_name, skipped_targets, unadapted_experts

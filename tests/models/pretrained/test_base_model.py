@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftkit.errors import UserError
 from ftkit.models.language_model import outline
-from ftkit.models.pretrained import base_model
+from ftkit.models.pretrained import base_model, random_weights
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     checked_length,
@@ -824,7 +824,7 @@ def test_the_name_number_format_and_longest_sequence_do_not_change_the_fingerpri
 def test_random_weights_are_told_apart_by_their_architecture_without_being_drawn(
     quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_model, "random_weight", None)
+    monkeypatch.setattr(random_weights, "random_weight", None)
     names = ("pythia-14m", "pythia-70m", "SmolLM2-135M")
     found = [fingerprint(open_base(f"random:{name}")) for name in (*names, *names)]
     assert found[:3] == found[3:] and len(set(found)) == 3

@@ -23,7 +23,7 @@ from ftkit.launch.preflight import rough_model
 from ftkit.models.architectures.architecture import HEAD
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
 from ftkit.models.architectures.transformers_reading import require_text_alone
-from ftkit.models.lora.adapter_files import read_adapter
+from ftkit.models.lora.adapter_reading import read_adapter
 from ftkit.models.pretrained.base_model import (
     fingerprint,
     open_base,

@@ -38,7 +38,7 @@ from ftkit.extensions.publish.gguf.mixture import FILE_TYPES, MIXTURES, kinds_of
 from ftkit.extensions.publish.gguf.modelfile import MODELFILE, modelfile
 from ftkit.extensions.publish.model_card import card_files
 from ftkit.models.architectures.transformers_architecture import TransformersArchitecture
-from ftkit.models.lora.adapter_files import stored_adapter
+from ftkit.models.lora.adapter_reading import stored_adapter
 from ftkit.models.pretrained.base_model import (
     BaseModel,
     companions,
@@ -46,7 +46,8 @@ from ftkit.models.pretrained.base_model import (
     parameter_shapes,
     storage_of,
 )
-from ftkit.recipe.peft_adapter import CONFIG, adapter_keys
+from ftkit.recipe.peft_adapter import adapter_keys
+from ftkit.recipe.peft_names import CONFIG
 from ftkit.utils.output_files import check_space, output_directory
 from ftkit.utils.progress import OnProgress
 

@@ -1,0 +1,16 @@
+"""Names in the files of adapters, of PEFT and of ftkit."""
+
+REWARD_TASK = "SEQ_CLS"
+"""PEFT's task type of a reward model; of others it is CAUSAL_LM."""
+CONFIG = "adapter_config.json"
+WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
+NOTES_KEY = "ftkit"
+"""Key of the header of WEIGHTS with what ftkit notes of fused layers, as JSON."""
+BASE_KEY = "ftkit_base"
+"""Key of the header of WEIGHTS with the fingerprint of the base model."""
+TOKENS_KEY = "ftkit_tokens"
+"""Key in the header of an adapter of the tokens that were added to its base model."""
+PARTS_KEY = "parts"
+"""Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
+HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""First values (init_lora_weights) that leave the base model's weights as they are."""
