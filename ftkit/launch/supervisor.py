@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ftkit.checkpoint.metadata import BASE
-from ftkit.data.sources import check_data, check_run_length, pinned
+from ftkit.data.sources import check_data, check_run_length, pinned, settled
 from ftkit.errors import Completed, DoesNotFit, UserError
 from ftkit.evaluation.task_programs import FoundTasks
 from ftkit.launch.conclude import DamageFound, conclude, note_shortage
@@ -302,6 +302,7 @@ def prepare_run(
     # Settings that need nothing but this machine come first: a refusal takes a moment.
     require_provider(recipe.out_dir)
     check_plugin(recipe)
+    recipe = settled(recipe)
     preference = objective_rules(recipe.objective).preference
     check_data(recipe.data, recipe.eval.sets, preference=preference)
     check_run_length(recipe)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.data.sources import check_data, check_run_length
+from ftkit.data.sources import check_data, check_run_length, settled
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation, ModelLayout
 from ftkit.models.dry_run import require_trainable
@@ -393,6 +393,7 @@ def _plan_at(
     chosen: MicroBatch | None = None,
 ) -> Planned:
     """Make the plan of a recipe at a place."""
+    recipe = settled(recipe)
     rules = objective_rules(recipe.objective)
     check_data(recipe.data, recipe.eval.sets, preference=rules.preference)
     check_run_length(recipe)

@@ -18,12 +18,13 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.recipe.adapter_types import ADAPTER_TYPES, LORA, AdapterType, type_of
 from ftkit.recipe.lora_layers import NAMED_LAYERS
+from ftkit.recipe.objectives import ScoreLabels
 from ftkit.recipe.recipe import LAYER_SWITCHES, Component, LoraRecipe, Recipe
 from ftkit.utils.damaged_files import reading, require_regular
 from ftkit.utils.json_values import from_json
 
-REWARD_TASK = "SEQ_CLS"
-"""PEFT's task type of a reward model; of others it is CAUSAL_LM."""
+SCORE_TASK = "SEQ_CLS"
+"""PEFT's task type of a model with scores; of others it is CAUSAL_LM."""
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 NOTES_KEY = "ftkit"
@@ -32,6 +33,8 @@ BASE_KEY = "ftkit_base"
 """Key of the header of WEIGHTS with the fingerprint of the base model."""
 TOKENS_KEY = "ftkit_tokens"
 """Key in the header of an adapter of the tokens that were added to its base model."""
+SCORES_KEY = "ftkit_scores"
+"""Key in the header of an adapter of the scores of its model, if it is no reward model."""
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 _NOTES: dict[str, Any] = {"lora_r": int, "lora_alpha": float, "lora_targets": list[str]}
@@ -391,9 +394,17 @@ def _header(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def is_reward_adapter(directory: Path) -> bool:
-    """Return whether an adapter belongs to a reward model, which classifies sequences for PEFT."""
-    return peft_settings(directory).get("task_type") == REWARD_TASK
+def adapter_scores(directory: Path) -> ScoreLabels | None:
+    """Return the scores that a model with an adapter gives sequences; None: it predicts tokens.
+
+    Of an adapter of other programs, which name none, they are those of a reward model.
+    """
+    if peft_settings(directory).get("task_type") != SCORE_TASK:
+        return None
+    with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{SCORES_KEY}", advice=_AGAIN):
+        found = from_json(ScoreLabels, json.loads(_header(directory).get(SCORES_KEY, "{}")))
+    assert isinstance(found, ScoreLabels)
+    return found
 
 
 def peft_arguments(directory: Path) -> tuple[str, dict[str, Any]]:

@@ -42,7 +42,8 @@ from ftkit.recipe.peft_adapter import (
     NOTES_KEY,
     OLD_WEIGHTS,
     PARTS_KEY,
-    REWARD_TASK,
+    SCORE_TASK,
+    SCORES_KEY,
     TOKENS_KEY,
     WEIGHTS,
     adapter_keys,
@@ -183,7 +184,8 @@ def save_adapter(
     # A module within another one is named by that.
     outermost = (n for n in owners if not any(n.startswith(f"{other}.") for other in owners))
     config.modules_to_save = sorted(outermost) or None
-    config.task_type = REWARD_TASK if base.architecture.scores else "CAUSAL_LM"
+    scores = base.architecture.scores
+    config.task_type = "CAUSAL_LM" if scores is None else SCORE_TASK
     config.base_model_name_or_path = base.name if base.directory is None else str(base.directory)
     # As PEFT's own save_pretrained writes it; loading it for training resets it.
     config.inference_mode = True
@@ -191,6 +193,8 @@ def save_adapter(
         notes[BASE_KEY] = base_fingerprint
     if base.added_tokens:
         notes[TOKENS_KEY] = json.dumps(base.added_tokens)
+    if scores is not None and not scores.is_reward:
+        notes[SCORES_KEY] = json.dumps(dataclasses.asdict(scores))
     with new_directory(out) as partial:
         save_tensors(tensors, partial / WEIGHTS, notes)
         config.save_pretrained(str(partial))

@@ -4,12 +4,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_args
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.stored_forms import quantized_weights, stored_form
 from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.implementations import HF, layout_in
+from ftkit.recipe.objectives import ProblemType, ScoreLabels
 from ftkit.utils.damaged_files import reading, require_regular
 
 TOKENIZER_FILES = (
@@ -87,10 +88,22 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def is_classifier(settings: Mapping[str, Any]) -> bool:
-    """Return whether config.json describes a model that classifies sequences, as rewards do."""
+    """Return whether config.json describes a model that gives sequences scores."""
     named = settings.get("architectures")
     names = named if isinstance(named, list) else []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def scores_in(settings: Mapping[str, Any]) -> ScoreLabels:
+    """Return the scores that the config.json of a classifier names."""
+    # Two is the default of transformers, which files therefore leave out.
+    labels = settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    names = tuple(str(labels[key]) for key in sorted(labels, key=int))
+    problem = settings.get("problem_type")
+    if problem not in get_args(ProblemType):
+        # As transformers takes those that do not say it.
+        problem = None if len(names) == 1 else "single_label_classification"
+    return ScoreLabels(names=names, problem_type=problem)
 
 
 def weight_files(directory: Path) -> list[Path]:

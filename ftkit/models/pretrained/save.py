@@ -22,9 +22,9 @@ from ftkit.models.pretrained.base_model import (
     settings_files,
     storage_of,
 )
-from ftkit.models.pretrained.reward_model import (
+from ftkit.models.pretrained.scored_model import (
     TOKENIZER_CONFIG,
-    reward_settings,
+    score_settings,
     tokenizer_settings,
 )
 from ftkit.models.pretrained.tokenizer import GENERATION
@@ -87,7 +87,7 @@ def save_hf(
 ) -> None:
     """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
 
-    A reward model is written for `AutoModelForSequenceClassification`.
+    A model with scores is written for `AutoModelForSequenceClassification`.
 
     The directory appears complete or not at all. Memory holds one shard at a time.
 
@@ -134,7 +134,7 @@ def save_hf(
         else:
             settings |= facts_of_weights(settings, base, dtype, tied=is_now_tied)
             if base.architecture.scores:
-                settings |= reward_settings(base, others or {})
+                settings |= score_settings(base, others or {})
             # Without these keys, transformers assumes the defaults of the family.
             settings.setdefault("bos_token_id", base.tokenizer.bos_id)
             settings.setdefault("eos_token_id", base.tokenizer.eos_id)
