@@ -187,7 +187,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
         if len(sample.ids) < evidence.max_seq_length
     ]
     # Documents have no answers. One trained end is enough: some records may lack theirs.
-    is_free = bool(shape_row(part.part.shape).learned)
+    is_free = bool(shape_row(part.part.shape).learned) or not part.renderer.answers
     if is_free or not whole or any(ends & _trained(sample) for sample in whole):
         return None
     end = " or ".join(evidence.tokenizer.token_text(i) for i in sorted(ends))

@@ -1,11 +1,13 @@
 """What training data decide of the objective: the kind of their labels, and the classes."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from ftkit.data.records.keys import Refusal
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
-from ftkit.extensions.heads.labels import class_names
+from ftkit.extensions.heads.labels import class_names, is_fraction
 from ftkit.recipe.hubs import as_owner_of
 from ftkit.recipe.objectives import ProblemType, objective_options
 from ftkit.recipe.recipe import Recipe
@@ -21,21 +23,31 @@ def settle(recipe: Recipe) -> dict[str, Any]:
     problem, classes = options["problem_type"], options["classes"]
     if problem == "regression" or (problem is not None and classes is not None):
         return options
-    source = data_source(recipe.data, preference="classes")
-    source.files()  # a missing one is named first
-    with as_owner_of(recipe.data_token):
-        labels = [record["target"][0] for record in source.given_records()]
-    problem = problem or _problem_of(labels)
+    labels = _labels(recipe, problem)
+    problem = problem or _problem_of(labels, has_classes=classes is not None)
     if problem != "regression" and classes is None:
-        classes = _classes_of(labels, problem)
+        try:
+            classes = _classes_of(labels, problem)
+        except Refusal:
+            _labels(recipe, problem)  # names the record
+            raise
     return {"problem_type": problem, "classes": classes}
 
 
-def _problem_of(labels: Sequence[Any]) -> ProblemType:
+def _labels(recipe: Recipe, problem: ProblemType | None) -> list[Any]:
+    """Labels of all training records, before any are held out."""
+    preference = f"classes {json.dumps({'problem_type': problem})}"
+    source = data_source(recipe.data, preference=preference)
+    source.files()  # a missing one is named first
+    with as_owner_of(recipe.data_token):
+        return [record["target"][0] for record in source.given_records()]
+
+
+def _problem_of(labels: Sequence[Any], *, has_classes: bool) -> ProblemType:
     """What labels of training data are, where the recipe does not say it."""
     if any(isinstance(label, list) for label in labels):
         return "multi_label_classification"
-    if any(isinstance(label, float) and not label.is_integer() for label in labels):
+    if not has_classes and any(map(is_fraction, labels)):
         return "regression"
     return "single_label_classification"
 

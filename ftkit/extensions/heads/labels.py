@@ -21,7 +21,7 @@ _SHOWN = 10
 class ClassReader(RecordReader):
     """Reads texts, conversations and other records, each with a label.
 
-    Without a problem type, it keeps labels as they are, which decide one.
+    While the classes are not known, the target is the label itself, which decides them.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ClassReader(RecordReader):
 
         Args:
             columns: their names of keys, by ours.
-            problem_type: what labels are; None: what the first stage finds.
+            problem_type: what labels are; None: they decide it.
             classes: names of the classes; None: they are not known, or there are none.
             **options: as `RecordReader`.
         """
@@ -50,7 +50,7 @@ class ClassReader(RecordReader):
         if is_preference(row):
             raise Refusal(PAIR.format("texts with a label"))
         key, label = _label_of(row)
-        target = [label] if self._problem is None else self._target(key, label)
+        target = self._target(key, label)
         rest, others = (
             _as_text({name: item for name, item in of.items() if name != key}, self._columns)
             for of in (row, value)
@@ -62,7 +62,7 @@ class ClassReader(RecordReader):
         check_unweighted(rest, [record], "a text with a label counts as a whole")
         return record | {"target": target}
 
-    def _target(self, key: str, label: Any) -> list[float]:
+    def _target(self, key: str, label: Any) -> list[Any]:
         if self._problem == "regression":
             return [_number(key, label)]
         if self._problem == "single_label_classification":
@@ -73,11 +73,18 @@ class ClassReader(RecordReader):
                     "multi_label_classification."
                 )
             return [self._place(key, label)]
+        if not self._numbers:
+            # Of a number nothing is known before the others.
+            if self._problem is not None or not is_fraction(label):
+                class_names(key, label)
+            return [label]
         places = [self._place(key, one) for one in _several(key, label)]
         return [float(place in places) for place in range(len(self._numbers))]
 
-    def _place(self, key: str, label: Any) -> int:
+    def _place(self, key: str, label: Any) -> Any:
         name = class_name(key, label)
+        if not self._numbers:
+            return label
         place = self._numbers.get(name)
         if place is None and self._counts_places and _is_whole(name):
             place = int(name) if int(name) < len(self._numbers) else None
@@ -170,6 +177,11 @@ def _number(key: str, label: Any) -> float:
             f"is regression).\nMake {key} a finite number, or remove the record."
         )
     return float(label)
+
+
+def is_fraction(label: Any) -> bool:
+    """Return whether a label is a number that is not whole, and so names no class."""
+    return isinstance(label, float) and math.isfinite(label) and not label.is_integer()
 
 
 def _is_whole(name: str) -> bool:
