@@ -25,11 +25,13 @@ def settle(recipe: Recipe) -> dict[str, Any]:
         return options
     labels = _labels(recipe, problem)
     problem = problem or _problem_of(labels, has_classes=classes is not None)
+    if problem == "regression" and not all(isinstance(one, int | float) for one in labels):
+        _labels(recipe, problem)  # names the records
     if problem != "regression" and classes is None:
         try:
             classes = _classes_of(labels, problem)
         except Refusal:
-            _labels(recipe, problem)  # names the record
+            _labels(recipe, problem)  # names the records
             raise
     return {"problem_type": problem, "classes": classes}
 

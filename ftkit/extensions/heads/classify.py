@@ -42,6 +42,7 @@ class Classify(Objective):
             problem_type: one class, several, or a number.
             classes: their names; None: there are none.
         """
+        assert problem_type == "regression" or classes, "see ftkit.data.sources.settled"
         self._problem = problem_type
         self.terms: tuple[Term, ...] = (Term(name=LOSS, divisor=EXAMPLES),)
         if problem_type == "regression":
