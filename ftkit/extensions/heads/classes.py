@@ -9,7 +9,7 @@ from ftkit.data.sources import data_source
 from ftkit.errors import UserError
 from ftkit.extensions.heads.labels import class_names, is_fraction
 from ftkit.recipe.hubs import as_owner_of
-from ftkit.recipe.objectives import ProblemType, objective_options
+from ftkit.recipe.objectives import ProblemType, check_objective, objective_options
 from ftkit.recipe.recipe import Recipe
 
 
@@ -17,8 +17,9 @@ def settle(recipe: Recipe) -> dict[str, Any]:
     """Return the options of a recipe's objective with those that its training data decide.
 
     Raises:
-        UserError: an option is wrong, the data cannot be read, or they have one class alone.
+        UserError: a setting is wrong, the data cannot be read, or they have one class alone.
     """
+    check_objective(recipe)  # settings that need no data come first
     options = objective_options(recipe.objective)
     problem, classes = options["problem_type"], options["classes"]
     if problem == "regression" or (problem is not None and classes is not None):
