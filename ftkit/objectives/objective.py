@@ -82,6 +82,8 @@ class Objective(ABC):
     shares_sequences = False
     """Whether ranks may each have pieces of its sequences (strategy.context). A class of a plugin
     that has another `output` or other `sums` does not inherit it."""
+    target_size = 0
+    """Numbers of the target of a sequence, what is learned of it as a whole; 0: it has none."""
     of_sequences = False
     """Whether its sums are of whole sequences, by `sequence_sums`, and not of tokens."""
     is_cross_entropy = False

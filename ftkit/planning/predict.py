@@ -303,6 +303,7 @@ def plan_files(
     place = _place(recipe, gpu)
     key = recipe.train.auto_key
     check_shapes(recipe.train, device_kind(place.devices.accelerator))  # before auto is a number
+    recipe = settled(recipe)
     if key is None:
         whole = _plan_at(place, recipe, source, name, chosen)
         return _fitting(whole, place, source, name) if shrinks else whole
@@ -393,7 +394,6 @@ def _plan_at(
     chosen: MicroBatch | None = None,
 ) -> Planned:
     """Make the plan of a recipe at a place."""
-    recipe = settled(recipe)
     rules = objective_rules(recipe.objective)
     check_data(recipe.data, recipe.eval.sets, preference=rules.preference)
     check_run_length(recipe)

@@ -26,6 +26,7 @@ class Kto(Objective):
     """
 
     preference = "labels"
+    target_size = 1
     needs_reference = True
     shares_sequences = True
     of_sequences = True
