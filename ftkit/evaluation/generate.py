@@ -49,7 +49,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
             return int(imported(place)(result, options))
         require_answers(result, "ftkit generate")
     records = records_of(options)
-    _check_shapes(records, options)
+    check_shapes(records, options)
     results = [result]
     if options.compare_base:
         # One after the other: only one of the models is in memory.
@@ -151,7 +151,7 @@ def records_of(options: GenerateOptions) -> list[Record]:
     return records
 
 
-def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
+def check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
     """Refuse options that have no effect on these prompts."""
     if options.raw and any("messages" in record for record in records):
         raise UserError(

@@ -242,9 +242,10 @@ def preference_row(name: Preference) -> PreferenceRow:
     Raises:
         UserError: the extension that brings it is missing.
     """
-    row = PREFERENCES.get(name.partition(" ")[0])
+    short = name.partition(" ")[0]
+    row = PREFERENCES.get(short)
     if row is None:
-        raise UserError(f"An objective on {name} {lacks_extension(name)}")
+        raise UserError(f"An objective on {short} {lacks_extension(short)}")
     return row
 
 

@@ -14,8 +14,8 @@ from ftkit.data.records.record import Record
 from ftkit.data.samples.loader import collate
 from ftkit.data.samples.sample_set import Sample, scored
 from ftkit.errors import UserError
-from ftkit.evaluation.generate import records_of, shown, write_entries
-from ftkit.evaluation.prompting import Prompting, prompting_for, question_of
+from ftkit.evaluation.generate import check_shapes, records_of, shown, write_entries
+from ftkit.evaluation.prompting import Prompting, check_system, prompting_for, question_of
 from ftkit.evaluation.result import Result
 from ftkit.evaluation.session import Session, start_session
 from ftkit.models.chat_templates.template import TemplateRefusal
@@ -44,10 +44,13 @@ def generate(result: Result, options: GenerateOptions) -> int:
     """
     _refuse(options)
     records = records_of(options)
+    check_shapes(records, options)
     session = start_session(result, options)
     scores = session.loaded.base.architecture.scores
     assert scores is not None
     prompting = prompting_for(session.loaded.prompting, options, session.loaded.base)
+    if prompting is not None and options.system is not None:
+        check_system(prompting.template, options.system)
     texts = [_encoded(record, prompting, session, options.system) for record in records]
     title = f"classifying {len(records)} texts"
     with Display(None, stream=sys.stderr) as display, display.phase(title, brief=True) as phase:
@@ -126,9 +129,11 @@ def _encoded(
     messages: Sequence[Any] = record.get("messages") or question.messages
     if "messages" not in record and record.get("output"):
         messages = (*messages, {"role": "assistant", "content": record["output"]})
-    # Where nothing says how texts are written, a single one stands for itself.
-    is_plain = "messages" not in record and prompting is not None and prompting.origin != "trained"
-    if not messages or prompting is None or (is_plain and prompting.origin != "option"):
+    # Where neither a run nor an option says how texts are written, one stands for itself.
+    is_alone = "messages" not in record and (
+        prompting is None or prompting.origin in ("model", "name")
+    )
+    if not messages or prompting is None or is_alone:
         ids: list[int] = base.tokenizer.encode(question.text).tolist()
     else:
         if system is not None and messages[0]["role"] != "system":
