@@ -7,7 +7,7 @@ from typing import Any
 from ftkit.data.records.keys import Refusal
 from ftkit.data.sources import data_source
 from ftkit.errors import UserError
-from ftkit.extensions.heads.labels import class_names, is_fraction
+from ftkit.extensions.heads.labels import class_names, is_fraction, is_number
 from ftkit.recipe.hubs import as_owner_of
 from ftkit.recipe.objectives import ProblemType, check_objective, objective_options
 from ftkit.recipe.recipe import Recipe
@@ -58,8 +58,7 @@ def _problem_of(labels: Sequence[Any], *, has_classes: bool) -> ProblemType:
 def _classes_of(labels: Sequence[Any], problem: ProblemType) -> list[str]:
     names = {name for label in labels for name in class_names("label", label)}
     # Numbers by their value: 2 before 10.
-    are_numbers = all(name.isascii() and name.lstrip("-").isdigit() for name in names)
-    found = sorted(names, key=int) if are_numbers else sorted(names)
+    found = sorted(names, key=int) if all(map(is_number, names)) else sorted(names)
     if len(found) < (1 if problem == "multi_label_classification" else 2):
         raise UserError(
             f"All {len(labels):,} training records have the label {', '.join(found) or '[]'}, so "

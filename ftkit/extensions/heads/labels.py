@@ -185,12 +185,20 @@ def is_fraction(label: Any) -> bool:
 
 
 def _is_whole(name: str) -> bool:
-    return name.isascii() and name.isdigit()
+    return is_number(name) and not name.startswith("-")
+
+
+def is_number(name: str) -> bool:
+    """Return whether the name of a class is a whole number."""
+    digits = name.removeprefix("-")
+    # Others are too long to be counted with.
+    return digits.isascii() and digits.isdigit() and len(digits) < 19
 
 
 def _as_text(row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """A record whose text is a prompt without an answer, as one with a text or with messages."""
-    if is_empty(row.get("prompt")) or columns or not all(is_empty(row.get(k)) for k in _ANSWERS):
+    has_answer = not all(is_empty(row.get(key)) for key in _ANSWERS)
+    if is_empty(row.get("prompt")) or has_answer or columns.keys() - {"label"}:
         return row
     ours = "text" if isinstance(row["prompt"], str) else "messages"
     return {ours if key == "prompt" else key: item for key, item in row.items() if key != ours}
