@@ -98,7 +98,7 @@ class Result:
         if self.kind == "adapter":
             return adapter_scores(self.directory)
         settings = read_json(self.directory / "config.json")
-        return scores_in(settings) if is_classifier(settings) else None
+        return scores_in(settings, self.name) if is_classifier(settings) else None
 
     @property
     def added_tokens(self) -> Sequence[str]:

@@ -35,6 +35,12 @@ class ScoreLabels:
     problem_type: ProblemType | None = None
     """None: one score, which is the higher the better an answer is."""
 
+    @classmethod
+    def unnamed(cls, count: int) -> "ScoreLabels":
+        """So many scores of a model that says no more, as transformers names them."""
+        problem: ProblemType | None = None if count == 1 else "single_label_classification"
+        return cls(names=tuple(f"LABEL_{n}" for n in range(count)), problem_type=problem)
+
     @property
     def is_reward(self) -> bool:
         """Whether the score is a reward."""

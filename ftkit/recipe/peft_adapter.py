@@ -380,6 +380,12 @@ def noted_tokens(directory: Path) -> list[str]:
 
 def _header(directory: Path) -> dict[str, Any]:
     """Metadata in the header of the weights; {} where there is none."""
+    found = _entries(directory).get("__metadata__", {})
+    return found if isinstance(found, dict) else {}
+
+
+def _entries(directory: Path) -> dict[str, Any]:
+    """Header of the weights: metadata, and what it says of each tensor; {} where there is none."""
     path = directory / WEIGHTS
     require_regular(path)
     if not path.is_file():
@@ -390,19 +396,28 @@ def _header(directory: Path) -> dict[str, Any]:
         size = int.from_bytes(file.read(8), "little")
         if size > path.stat().st_size:
             raise ValueError(f"its header of {size:,} bytes is longer than the file")
-        found = json.loads(file.read(size)).get("__metadata__", {})
-    return found if isinstance(found, dict) else {}
+        found: dict[str, Any] = json.loads(file.read(size))
+    return found
 
 
 def adapter_scores(directory: Path) -> ScoreLabels | None:
     """Return the scores that a model with an adapter gives sequences; None: it predicts tokens.
 
-    Of an adapter of other programs, which name none, they are those of a reward model.
+    Other programs name none: one score is then a reward, and several are of classes.
     """
     if peft_settings(directory).get("task_type") != SCORE_TASK:
         return None
+    noted = _header(directory).get(SCORES_KEY)
+    if noted is None:
+        with reading(directory / WEIGHTS, "shapes", advice=_AGAIN):
+            shapes = [
+                from_json(list[int], entry["shape"])
+                for name, entry in _entries(directory).items()
+                if name.endswith((".score.weight", ".score.modules_to_save.weight"))
+            ]
+        return ScoreLabels.unnamed(shapes[0][0] if shapes else 1)
     with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{SCORES_KEY}", advice=_AGAIN):
-        found = from_json(ScoreLabels, json.loads(_header(directory).get(SCORES_KEY, "{}")))
+        found = from_json(ScoreLabels, json.loads(noted))
     assert isinstance(found, ScoreLabels)
     return found
 

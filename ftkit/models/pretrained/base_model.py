@@ -236,7 +236,7 @@ def _architecture_of(
     architecture = read_architecture(directory, settings, name, layout, implementation)
     if not is_classifier(settings):
         return architecture
-    return architecture.with_scores(scores_in(settings))
+    return architecture.with_scores(scores_in(settings, name))
 
 
 def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:

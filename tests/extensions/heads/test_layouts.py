@@ -1,6 +1,7 @@
 """Promises P1 and P2 for classifiers, and what other programs make of the results."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification
 from rank_jobs import NO_EVALUATION, Case, Entries, Outcome, chosen, make_run, repeated
+from safetensors.torch import load_file, save_file
 from tiny import make_classified
 from transformers import AutoModelForSequenceClassification
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.samples.sampler import EpochOrder
+from ftkit.evaluation.result import find_result
 from ftkit.extensions.heads.classify import f1_macro
 from ftkit.models.load_weights import initial_score
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -297,6 +300,18 @@ def test_a_result_apart_from_its_run_knows_its_classes(
         values = run_json(capsys, "evaluate", str(alone), *data, "--precision", "32-true")
         alone.rename(found[kind,].out_dir / "final")
         assert values["loss"] == pytest.approx(found[kind,].validation_losses[-1], rel=1e-5)
+
+
+def test_an_adapter_of_another_program_has_classes_without_names(
+    found: Found, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = shutil.copytree(found["lora",].out_dir / "final", tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file), file)  # without what ftkit notes in its header
+    scores = find_result(str(adapter)).scores
+    assert scores is not None and scores.names == ("LABEL_0", "LABEL_1", "LABEL_2")
+    answer = run_json(capsys, "generate", str(adapter), "--prompt", "red", "--precision", "32-true")
+    assert {*answer["probabilities"]} == {*scores.names}
 
 
 def softmax(row: torch.Tensor) -> list[float]:

@@ -105,6 +105,19 @@ def test_a_classifier_without_a_run_is_used(
 
 
 @pytest.mark.parametrize(
+    "labels", [["bad", "good"], {"0": "bad", "1": "bad"}, {"0": "bad", "2": "good"}, {"0": {}}, 3]
+)
+def test_settings_that_name_no_scores_are_refused(labels: Any, model: Path, tmp_path: Path) -> None:
+    settings = json.loads((model / "config.json").read_text()) | {"id2label": labels}
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    message = message_of(run, ["generate", str(tmp_path), "--prompt", "a"])
+    assert says(message, "id2label", "config.json", str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("words", "named"),
     [
         (["chat", "MODEL"], ["classifier", "ftkit chat"]),
