@@ -57,7 +57,7 @@ _ARRAYS = {
     "spans": "<i4",
     "span_offsets": "<i8",
     "weights": "<f4",
-    "desirable": "|b1",
+    "targets": "<f4",
     "media": "<i4",
     "media_offsets": "<i8",
     "media_files": "u1",
@@ -480,8 +480,11 @@ def _open(directory: Path, folder: str) -> tuple[dict[str, Any], Prepared]:
         }
     )
     media = None if arrays.media is None else arrays.media.reshape(-1, 4)
+    targets = arrays.targets
+    if targets is not None:
+        targets = targets.reshape(len(arrays.offsets) - 1, -1)
     samples = SampleSet(
-        *arrays._replace(spans=arrays.spans.reshape(-1, 2), media=media),
+        *arrays._replace(spans=arrays.spans.reshape(-1, 2), media=media, targets=targets),
         per_sample=values["per_sample"],
         fingerprint=values["fingerprint"],
         media_folder=folder,

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -390,8 +390,10 @@ def _check_columns(name: str, value: Any) -> None:
         "a mapping from ftkit's keys to those of the records",
         works,
     )
-    shapes = [one.columns for one in (*RECORD_SHAPES, *PREFERENCES)]
-    known = [*(key for keys in shapes for key in keys)]
+    known = [key for one in (*RECORD_SHAPES, *PREFERENCES) for key in one.columns]
+    # Others stand beside a record of any shape.
+    shapes = [one.columns for one in RECORD_SHAPES]
+    shapes += [one.columns for one in PREFERENCES if one.answers]
     known += [key for one in RECORD_SHAPES for key in one.inside]
     for ours in value:
         if ours not in known:
@@ -554,6 +556,10 @@ class OwnData(DataSource):
         preferred = copy.copy(self)
         preferred._preference, preferred._digests = preference, {}
         return preferred
+
+    def given_records(self) -> Iterator[Record]:
+        for source in self._sources:
+            yield from self._read(source).train
 
     def for_evaluation(self, given: Collection[str]) -> DataSource:
         """Hold out all data named for the evaluation alone: nothing of it was trained on."""

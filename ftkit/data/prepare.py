@@ -186,8 +186,8 @@ class _Preparation:
             counts.refused[rendering.refused] = counts.refused.get(rendering.refused, 0) + 1
         else:
             left_out = counts.dropped + counts.short
-            # Neither is an answer with a label: half of it says nothing of the whole.
-            if self._per_sample > 1 or rendering.samples[0].desirable is not None:
+            # Neither is a sequence with a target: half of it says nothing of the whole.
+            if self._per_sample > 1 or rendering.samples[0].target:
                 parts = self._fit_together(rendering.samples)
             else:
                 parts = [part for whole in rendering.samples for part in self._fit(whole)]

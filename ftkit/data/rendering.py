@@ -31,8 +31,9 @@ class Rendered(NamedTuple):
     differ."""
     weights: tuple[float, ...] = ()
     """Weight of the tokens of each span; none: all weigh 1."""
-    desirable: bool | None = None
-    """Label of its answer; None: it has none."""
+    target: tuple[float, ...] = ()
+    """What is learned of it as a whole, in numbers: 1 or 0 for an answer that is desirable or not;
+    none: its tokens are learned."""
     media: tuple[Medium, ...] = ()
     """Its media, in the order of their tokens."""
 
@@ -110,6 +111,8 @@ class Renderer(ABC):
     """Whether Python takes most of the time, so that processes help; else a library does."""
     per_sample = 1
     """Sequences of a sample: neighbours among those of a rendering."""
+    answers = True
+    """Whether its samples end with what the model is to say."""
     media_settings: Mapping[str, Any] = {}
     """What decides how media become tokens, as JSON values."""
     media_reader: MediaReader | None = None
@@ -160,9 +163,11 @@ def cut(sample: Rendered, max_seq_length: int, first: int = 0) -> Rendered:
         max_seq_length = min(max_seq_length, sample.media[len(kept_media)].first)
     ids = sample.ids[first : first + max_seq_length]
     spans = [(max(begin - first, 0), min(end - first, len(ids))) for begin, end in sample.trained]
-    kept = [max(begin, 1) < end for begin, end in spans]
+    # Nothing predicts a first token, but what is learned of a whole text may be all of one.
+    least = 0 if sample.target else 1
+    kept = [max(begin, least) < end for begin, end in spans]
     weights = tuple(compress(sample.weights, kept))
-    return Rendered(ids, tuple(compress(spans, kept)), weights, sample.desirable, kept_media)
+    return Rendered(ids, tuple(compress(spans, kept)), weights, sample.target, kept_media)
 
 
 class PromptedRenderer(Renderer):

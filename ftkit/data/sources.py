@@ -2,16 +2,18 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ftkit.data.own_data import KEYS_OF_SETS, OwnData
 from ftkit.data.source_rows import DATA_SOURCES, OWN_NAME
 from ftkit.data.spec import OWN_DATA, DataSource
 from ftkit.errors import UserError
-from ftkit.recipe.objectives import Preference
+from ftkit.recipe.objectives import Preference, objective_row
 from ftkit.recipe.plugin import require_own, short_names
 from ftkit.recipe.recipe import Component, Recipe
 from ftkit.utils.names import column_name, nearest
+from ftkit.utils.registry import imported
 
 STREAMING = ("LitData", "MicroLlama", "OpenWebText", "TextFiles", "TinyLlama", "TinyStories")
 """Data modules of LitGPT for pretraining."""
@@ -154,6 +156,19 @@ def pinned(data: Component, saved: Component | None) -> Component:
     """
     options = data_source(data).pinned({} if saved is None else saved["init_args"])
     return Component(class_path=data["class_path"], init_args=data["init_args"] | options)
+
+
+def settled(recipe: Recipe) -> Recipe:
+    """The recipe with what its data decide of its objective, such as the names of classes.
+
+    Raises:
+        UserError: they are not there, or decide nothing.
+    """
+    row = objective_row(recipe.objective["class_path"])
+    if not row.settle_place:
+        return recipe
+    options = imported(row.settle_place)(recipe)
+    return replace(recipe, objective=recipe.objective | {"init_args": options})
 
 
 def check_data(

@@ -48,8 +48,8 @@ class Rules:
     min_tokens: int = 0
     """Samples with fewer tokens are left out."""
     preference: Preference | None = None
-    """How records say which answers are better. pairs: each has two records under chosen and
-    rejected; labels: each has a desirable; None: they do not."""
+    """How records say what is learned of them beside their texts. pairs: each has two records under
+    chosen and rejected; others: each has a target; None: they do not."""
     media_options: Mapping[str, int] = field(default_factory=dict)
     """Options of data that say how media become tokens, by name; only those that are given."""
 
@@ -185,8 +185,19 @@ class DataSource(ABC):
             UserError: they do not.
         """
         raise UserError(
-            f"data is {self.parts()[0].name}, which has no preference {preference}, but the "
-            f"objective learns from {preference}.\nTry {OWN_DATA}."
+            f"data is {self.parts()[0].name}, which has no {preference.partition(' ')[0]}, but the "
+            f"objective learns from these.\nTry {OWN_DATA}."
+        )
+
+    def given_records(self) -> Iterable[Record]:
+        """The records to train on, before any are held out.
+
+        Raises:
+            UserError: they cannot be read, or not by themselves.
+        """
+        raise UserError(
+            f"data is {self.parts()[0].name}, whose records cannot be read by themselves.\n"
+            f"Try {OWN_DATA}."
         )
 
     def check_run(self, train: Train) -> None:  # noqa: B027 - most data suit any

@@ -42,7 +42,7 @@ from ftkit.recipe.objectives import check_objective, is_below_adapter, objective
 from ftkit.recipe.options import EvaluateOptions
 from ftkit.recipe.parsing import recipe_as_dict, with_overrides
 from ftkit.recipe.plugin import own_name, plugin_in_use
-from ftkit.recipe.recipe import METRICS, Component, Recipe
+from ftkit.recipe.recipe import METRICS, Recipe
 from ftkit.runs.report.answers import TaskResult, score_text, score_title
 from ftkit.runs.report.metrics import perplexity
 from ftkit.runs.report.table import term_title, term_value_text
@@ -190,9 +190,8 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
             "Try --data JSON --data.path FILE."
         )
     recipe = result.recipe or Recipe(checkpoint_dir=str(result.directory))
-    if result.recipe is None and result.scores:
-        objective = Component(class_path="reward", init_args={})
-        recipe = dataclasses.replace(recipe, objective=objective)
+    if result.recipe is None and result.scores is not None:
+        recipe = dataclasses.replace(recipe, objective=result.scores.objective)
     # Other data are evaluated alone: the run's sets would be rendered like them.
     sets = "null" if options.data and options.sets is None else options.sets
     data_keys = [

@@ -21,6 +21,7 @@ from ftkit.errors import UserError
 from ftkit.evaluation.prompting import question_of
 from ftkit.evaluation.result import Result, base_result, require_answers
 from ftkit.evaluation.session import Answer, Responder, start_session
+from ftkit.recipe.objectives import objective_row
 from ftkit.recipe.options import GenerateOptions
 from ftkit.redaction import printable
 from ftkit.utils.accelerators.use import free_cached_memory
@@ -28,6 +29,7 @@ from ftkit.utils.console.display import Display
 from ftkit.utils.console.formatting import count_text, marked
 from ftkit.utils.files import write_durably
 from ftkit.utils.progress import print_notice
+from ftkit.utils.registry import imported
 from ftkit.utils.texts import explain_not_utf8
 
 
@@ -41,9 +43,13 @@ def generate(result: Result, options: GenerateOptions) -> int:
     Raises:
         UserError: something is missing, or options contradict each other.
     """
-    require_answers(result, "ftkit generate")
-    records = _records(options)
-    _check_shapes(records, options)
+    if (scores := result.scores) is not None:
+        place = objective_row(scores.objective["class_path"]).answers_place
+        if place:
+            return int(imported(place)(result, options))
+        require_answers(result, "ftkit generate")
+    records = records_of(options)
+    check_shapes(records, options)
     results = [result]
     if options.compare_base:
         # One after the other: only one of the models is in memory.
@@ -60,7 +66,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
         for i, (record, own) in enumerate(zip(records, answers[-1], strict=True))
     ]
     if options.out is not None:
-        _write(options.out.expanduser(), entries)
+        write_entries(options.out.expanduser(), entries)
     elif options.format == "json":
         shown = entries if options.prompts is not None else entries[0]
         print(json.dumps(shown, indent=2, ensure_ascii=False))
@@ -115,7 +121,7 @@ def _answer_all(
     return answers
 
 
-def _records(options: GenerateOptions) -> list[Record]:
+def records_of(options: GenerateOptions) -> list[Record]:
     """Read the prompts: lines of a text, or records of any shape."""
     if options.prompt is not None:
         if options.image:
@@ -145,7 +151,7 @@ def _records(options: GenerateOptions) -> list[Record]:
     return records
 
 
-def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
+def check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
     """Refuse options that have no effect on these prompts."""
     if options.raw and any("messages" in record for record in records):
         raise UserError(
@@ -159,7 +165,8 @@ def _check_shapes(records: Sequence[Record], options: GenerateOptions) -> None:
         )
 
 
-def _write(out: Path, entries: Sequence[dict[str, object]]) -> None:
+def write_entries(out: Path, entries: Sequence[dict[str, object]]) -> None:
+    """Write answers with their prompts, one on each line as JSON."""
     lines = (json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
     try:
         write_durably(out, "".join(lines))

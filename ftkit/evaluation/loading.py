@@ -29,7 +29,7 @@ from ftkit.models.pretrained.base_model import (
     weights,
 )
 from ftkit.models.pretrained.recipe_model import with_named_parts, with_trained_parts
-from ftkit.models.pretrained.reward_model import as_reward_model
+from ftkit.models.pretrained.scored_model import as_scored
 from ftkit.recipe.devices import find_devices
 from ftkit.recipe.peft_adapter import adapter_keys
 from ftkit.recipe.peft_names import CONFIG
@@ -110,7 +110,7 @@ def open_result(result: Result, base: str | None = None, option: str = "--base")
         # Tied weights are stored once, as those of the embedding.
         has_head = stored_name(PARAMETER, HEAD) in _stored(result)
         found = with_trained_parts(open_without_weights(result.directory / BASE), result.recipe)
-        found = as_reward_model(found) if result.scores else found
+        found = found if result.scores is None else as_scored(found, result.scores)
         return dataclasses.replace(found, tied=not has_head)
     if result.kind == "model":
         return open_base(str(result.directory))
@@ -169,8 +169,8 @@ def base_of(result: Result, base: str | None, option: str) -> BaseModel:
             f"{name} is not the model that {result.name} was made from{known}: its weights "
             f"differ. Try {option} PATH with that model."
         )
-    if result.scores:
-        return as_reward_model(found)
+    if (scores := result.scores) is not None:
+        return as_scored(found, scores)
     if result.kind == "adapter":  # of any program: it names what is trained whole
         whole = adapter_keys(result.directory)["lora_modules_to_save"]
         return with_named_parts(found, whole or ())

@@ -27,16 +27,17 @@ from ftkit.models.pretrained.model_files import (
     is_classifier,
     missing_files,
     read_json,
+    scores_in,
     weight_files,
 )
 from ftkit.models.pretrained.places import ROOT, find_or_download, find_single_file
 from ftkit.models.pretrained.single_file import single_file
 from ftkit.recipe.implementations import HF, layout_in
-from ftkit.recipe.objectives import gives_scores
+from ftkit.recipe.objectives import ScoreLabels, scores_of
 from ftkit.recipe.parsing import read_recipe
 from ftkit.recipe.peft_adapter import (
+    adapter_scores,
     base_fingerprint,
-    is_reward_adapter,
     noted_tokens,
     peft_settings,
 )
@@ -90,13 +91,14 @@ class Result:
         return self.recipe is not None and self.recipe.train.trains_part
 
     @property
-    def scores(self) -> bool:
-        """True for a reward model, which gives sequences a score and answers nothing."""
+    def scores(self) -> ScoreLabels | None:
+        """The scores that it gives sequences; None: it predicts tokens."""
         if self.recipe is not None:
-            return gives_scores(self.recipe.objective)
+            return scores_of(self.recipe.objective)
         if self.kind == "adapter":
-            return is_reward_adapter(self.directory)
-        return is_classifier(read_json(self.directory / "config.json"))
+            return adapter_scores(self.directory)
+        settings = read_json(self.directory / "config.json")
+        return scores_in(settings, self.name) if is_classifier(settings) else None
 
     @property
     def added_tokens(self) -> Sequence[str]:
@@ -130,18 +132,18 @@ class Result:
 
 
 def require_answers(result: Result, wanted: str) -> None:
-    """Refuse a reward model for what needs a model that predicts tokens.
+    """Refuse a model with scores for what needs one that predicts tokens.
 
     Args:
         result: from `find_result`.
         wanted: what it is refused for: "ftkit chat".
 
     Raises:
-        UserError: it is a reward model.
+        UserError: it is one.
     """
-    if result.scores:
+    if (scores := result.scores) is not None:
         raise UserError(
-            f"{result.name} is a reward model, which gives sequences a score and predicts no "
+            f"{result.name} is {scores.noun}, which gives sequences scores and predicts no "
             f"tokens, but {wanted} needs a model that does. Try ftkit evaluate {result.name}, "
             "or the model that it was trained from."
         )

@@ -19,7 +19,7 @@ from ftkit.models.generation import Context, ReadMedia, answer_greedily, length_
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.companion import Companion
-from ftkit.objectives.objective import EXCHANGE, Objective, checked_sums
+from ftkit.objectives.objective import EXCHANGE, Objective, checked_sums, shares_of_rank
 from ftkit.objectives.step_loss import mismatched_statistics
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
@@ -84,7 +84,7 @@ class Validated(NamedTuple):
     loss: float
     """Loss over all samples."""
     terms: dict[str, float]
-    """Value of each term that the objective reports beside the loss, by name; without those of
+    """Value of each term and measure that the objective reports, by name; without those of
     which the samples have nothing, as the reward of undesirable answers if all are desirable."""
     of_sources: tuple[float | None, ...]
     """Loss by source; None: it has no sample."""
@@ -132,6 +132,7 @@ def validation_loss(
         statistics = sum_over_ranks(statistics)
     # [sums and divisors, terms, sources]
     totals = torch.zeros(2, len(terms), sources, dtype=sum_dtype(device), device=device)
+    tallies: Tensor | None = None
     for done, batch in enumerate(with_media(batches), start=1):
         if done % STOP_INTERVAL == 1 and stopped():
             return None
@@ -144,6 +145,9 @@ def validation_loss(
         with context():
             output = output_of(model, batch, objective.output(batch))
             sums = checked_sums(objective, output, batch)
+        if objective.measures:
+            (found,) = shares_of_rank(objective, [objective.tallies(output, batch)], batch)
+            tallies = found if tallies is None else tallies + found
         for number, (term, value) in enumerate(zip(terms, sums, strict=True)):
             totals[0, number, batch["source"]] += value
             totals[1, number, batch["source"]] += batch["divisors"][term.divisor]
@@ -165,9 +169,12 @@ def validation_loss(
         is_known = all(divisor for _, _, divisor in of_loss)
         means_of = {name: total / (divisor or 1) for name, total, divisor in of_loss}
         of_sources.append(objective.loss_of(means_of) if is_known else None)
+    reported = {name: value for name, value in means.items() if name in known}
+    if tallies is not None:
+        reported |= objective.measured(sum_over_ranks(tallies).cpu())
     return Validated(
         loss=objective.loss_of(means),
-        terms={term.name: means[term.name] for term in objective.reported if term.name in known},
+        terms={one.name: reported[one.name] for one in objective.reported if one.name in reported},
         of_sources=tuple(of_sources),
     )
 

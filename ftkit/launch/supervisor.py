@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftkit.checkpoint.metadata import BASE
-from ftkit.data.sources import check_data, check_run_length, pinned
+from ftkit.data.sources import check_data, check_run_length, pinned, settled
 from ftkit.errors import Completed, DoesNotFit, UserError
 from ftkit.evaluation.task_programs import FoundTasks
 from ftkit.launch.conclude import DamageFound, conclude, note_shortage
@@ -307,6 +307,7 @@ def prepare_run(
         )
 
         check_plugin(recipe)
+    recipe = settled(recipe)
     preference = objective_rules(recipe.objective).preference
     check_data(recipe.data, recipe.eval.sets, preference=preference)
     check_run_length(recipe)

@@ -42,7 +42,8 @@ class LanguageModel(nn.Module):
         self.body = _body_of(architecture)
         layer = self.body.take_head()
         if architecture.scores:
-            self.head = Head(nn.Linear(layer.in_features, 1, bias=False), None)
+            count = len(architecture.scores.names)
+            self.head = Head(nn.Linear(layer.in_features, count, bias=False), None)
         else:
             softcap, scale = architecture.logit_softcap, architecture.logit_scale
             self.head = Head(layer, softcap, scale, architecture.logit_count)

@@ -96,7 +96,7 @@ def fill(
         sharding: decides which rows this rank holds.
         device: of the parameters.
         rope_length: positions of the table of rotary embeddings.
-        seed: of the initial values of an adapter, and of a reward model's output layer.
+        seed: of the initial values of an adapter, and of an output layer of scores.
         trained: reads a parameter from a checkpoint by our name, if training continues. If the
             checkpoint holds all parameters, the base is not read.
         adapter: initial values of trained parameters by our names, instead of the recipe's.
@@ -161,10 +161,10 @@ def fill(
 
 
 def initial_score(shape: torch.Size, seed: int) -> Tensor:
-    """Initial values of a reward model's output layer, the same on every device and layout.
+    """Initial values of an output layer of scores, the same on every device and layout.
 
     Args:
-        shape: [1, width].
+        shape: [scores, width].
         seed: of the run.
     """
     from ftkit.models.pretrained.random_weights import INITIAL_STD

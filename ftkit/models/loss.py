@@ -329,7 +329,7 @@ class LogProbabilities(HeadOutput):
 
 
 class Scores(HeadOutput):
-    """[n] float32: the output of a reward model at each position."""
+    """[n, scores] float32: the scores at each position; [n] of a model with one score."""
 
     def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
         scores: Tensor = head.lm_head(rows)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ftkit.data.samples.sample_set import Samples
@@ -44,6 +43,16 @@ class Term:
     """Whether it is a share from 0 to 1, which is shown in per cent."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What validation reports that is no mean: a function of sums over all samples."""
+
+    name: str
+    """Name in reports."""
+    is_share: bool = False
+    """Whether it is a share from 0 to 1, which is shown in per cent."""
+
+
 class Objective(ABC):
     """What is learned from the samples of a step.
 
@@ -56,6 +65,8 @@ class Objective(ABC):
 
     terms: tuple[Term, ...]
     """The terms. One that is the whole loss is called `LOSS`."""
+    measures: tuple[Measure, ...] = ()
+    """What validation reports beside the terms, by `tallies` and `measured`."""
     needs_reference = False
     """Whether micro-batches need `reference`: the log-probability of each sequence under the
     reference model."""
@@ -70,15 +81,17 @@ class Objective(ABC):
     shares_sequences = False
     """Whether ranks may each have pieces of its sequences (strategy.context). A class of a plugin
     that has another `output` or other `sums` does not inherit it."""
+    target_size = 0
+    """Numbers of the target of a sequence, what is learned of it as a whole; 0: it has none."""
     of_sequences = False
     """Whether its sums are of whole sequences, by `sequence_sums`, and not of tokens."""
     is_cross_entropy = False
     """Whether exp(validation loss) is a perplexity."""
 
     @property
-    def reported(self) -> tuple[Term, ...]:
-        """Terms that are reported beside the loss."""
-        return tuple(term for term in self.terms if term.name != LOSS)
+    def reported(self) -> tuple[Term | Measure, ...]:
+        """Terms that are reported beside the loss, and measures."""
+        return (*(term for term in self.terms if term.name != LOSS), *self.measures)
 
     def loss_of(self, values: Mapping[str, float]) -> float:
         """Loss of a step from the values of its terms, by name."""
@@ -125,6 +138,27 @@ class Objective(ABC):
         Returns:
             A scalar for each term.
         """
+
+    def tallies(self, output: Tensor, batch: Batch) -> Tensor:
+        """Sum over a micro-batch what the measures are functions of.
+
+        Args:
+            output: of the model.
+            batch: the same micro-batch.
+
+        Returns:
+            [numbers], in the dtype of sums.
+        """
+        # Not abstract: only objectives with measures have them.
+        raise NotImplementedError
+
+    def measured(self, tallies: Tensor) -> Mapping[str, float]:
+        """Compute the measures, by name; one that the samples say nothing about is left out.
+
+        Args:
+            tallies: [numbers], summed over all samples, on the host.
+        """
+        raise NotImplementedError
 
     def statistics(self, output: Tensor, batch: Batch) -> Tensor:
         """Sum statistics of mismatched sequences over a micro-batch; see `observes_mismatched`.
@@ -246,21 +280,21 @@ def shares_of_rank(objective: Objective, sums: Sequence[Tensor], batch: Batch) -
 
 
 def sequence_sums(values: Tensor, batch: Batch) -> Tensor:
-    """Sum a number of each label token over its sequence.
+    """Sum what each label token has over its sequence.
 
     Where ranks share sequences, each calls this with its tokens.
 
     Args:
-        values: [labels].
+        values: [labels, ...].
         batch: the micro-batch they are of.
 
     Returns:
-        [sequences], in the dtype of sums.
+        [sequences, ...], in the dtype of sums.
     """
     # In float64 where there is one: a difference of two sums of hundreds of nats is what counts.
     kind, count = sum_dtype(values.device), len(batch["lengths"])
     # One more: labels that only pad the micro-batch are of no sequence.
-    sums = torch.zeros(count + 1, dtype=kind, device=values.device)
+    sums = values.new_zeros(count + 1, *values.shape[1:], dtype=kind)
     sums = sums.index_add(0, batch["label_sequences"], values.to(kind))[:count]
     exchange = batch.get(EXCHANGE)
     return sums if exchange is None else exchange.summed(sums)

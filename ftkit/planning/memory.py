@@ -272,7 +272,7 @@ def heaviest_micro_batch(
         pieces=plan.mesh.context,
         # Labels that only pad have a weight, 0.
         weighted=weighted or plan.kind.compiles_shapes,
-        scored=rules.scores,
+        scored=rules.scores is not None,
     )
     return with_media(largest, media, samples * rules.sequences)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ftkit.data.sources import check_data, check_run_length
+from ftkit.data.sources import check_data, check_run_length, settled
 from ftkit.errors import UserError
 from ftkit.models.architectures.architecture import Implementation, ModelLayout
 from ftkit.models.dry_run import require_trainable
@@ -303,6 +303,7 @@ def plan_files(
     place = _place(recipe, gpu)
     key = recipe.train.auto_key
     check_shapes(recipe.train, device_kind(place.devices.accelerator))  # before auto is a number
+    recipe = settled(recipe)
     if key is None:
         whole = _plan_at(place, recipe, source, name, chosen)
         return _fitting(whole, place, source, name) if shrinks else whole

@@ -617,8 +617,8 @@ class _Step:
 
     def _new_batch(self) -> Batch:
         made = _made(self._batch, self._media)
-        if objective_rules(self._plan.recipe.objective).preference == "labels":
-            made["desirable"] = torch.ones(self._batch.sequences, dtype=torch.bool)
+        if size := objective_rules(self._plan.recipe.objective).target_size:
+            made["targets"] = torch.ones(self._batch.sequences, size)
         given = (*made.values(), *tensors_in(made.get(MEDIA)))
         self._live.assign((value for value in given if isinstance(value, Tensor)), "activations")
         return made

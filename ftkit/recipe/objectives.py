@@ -7,7 +7,8 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ftkit.errors import UserError
 from ftkit.recipe.plugin import own_name, plugin_in_use, require_own, short_names
@@ -15,9 +16,50 @@ from ftkit.recipe.recipe import Component, LoraRecipe, Recipe
 from ftkit.utils.names import nearest, unknown_option
 from ftkit.utils.registry import Registry
 
-Preference = Literal["pairs", "labels"]
-"""How records say which answers are better. pairs: two answers to a prompt, the better one first.
+Preference = str
+"""How records say what is learned of them beside their texts: the name of a row of `preferences`,
+and behind a space what this takes, as JSON. pairs: two answers to a prompt, the better one first.
 labels: one answer, and whether it is desirable."""
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""What scores of sequences mean, in the words of transformers."""
+REWARD = "reward"
+"""Objective of models with one score whose meaning their settings do not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreLabels:
+    """The scores that a model gives a sequence, as transformers' config.json names them."""
+
+    names: tuple[str, ...] = ("LABEL_0",)
+    """A name for each."""
+    problem_type: ProblemType | None = None
+    """None: one score, which is the higher the better an answer is."""
+
+    @classmethod
+    def unnamed(cls, count: int) -> "ScoreLabels":
+        """So many scores of a model that says no more, as transformers names them."""
+        problem: ProblemType | None = None if count == 1 else "single_label_classification"
+        return cls(names=tuple(f"LABEL_{n}" for n in range(count)), problem_type=problem)
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether the score is a reward."""
+        return self.problem_type is None
+
+    @property
+    def noun(self) -> str:
+        """A model that gives them, for people."""
+        return "a reward model" if self.is_reward else "a classifier"
+
+    @property
+    def objective(self) -> Component:
+        """The objective of such models, where no recipe says it."""
+        if self.is_reward:
+            return Component(class_path=REWARD, init_args={})
+        options: dict[str, Any] = {"problem_type": self.problem_type}
+        if self.problem_type != "regression":
+            options["classes"] = [*self.names]
+        return Component(class_path="classify", init_args=options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +89,11 @@ class ObjectiveRules:
     """Rules of an objective, known before torch is loaded."""
 
     preference: Preference | None = None
-    """How its records say which answers are better; None: they do not."""
-    scores: bool = False
-    """Whether the model gives a sequence a score, and predicts no tokens."""
+    """How its records say what is learned of them beside their texts; None: they do not."""
+    scores: ScoreLabels | None = None
+    """The scores that the model gives a sequence; None: it predicts tokens."""
+    target_size: int = 0
+    """Numbers of the target of a sequence, what is learned of it as a whole; 0: it has none."""
     needs_reference: bool = False
     """Whether the model is compared with a reference: by default itself, before training."""
     needs_teacher: bool = False
@@ -83,6 +127,14 @@ class ObjectiveRow(ObjectiveRules):
     """Options that divide, or scale everything that is learned; other numbers may be 0."""
     refuse: Callable[[Any], None] | None = None
     """Refuses, by a UserError, options that exclude each other; None: none do."""
+    decided: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """Rules that its options decide, by name; None: they decide none."""
+    settle_place: str = ""
+    """MODULE:FUNCTION that takes a recipe and returns options that its data decide, before anything
+    is planned; "": they decide none."""
+    answers_place: str = ""
+    """MODULE:FUNCTION by which `ftkit generate` answers with a result that gives scores: takes the
+    result and options, and returns the exit code. "": it answers nothing."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -103,8 +155,13 @@ class ObjectiveRow(ObjectiveRules):
             if key not in kinds:
                 nothing = "It takes none; remove it."
                 raise unknown_option("objective", str(key), self.name, kinds, nothing)
-            if get_origin(kinds[key]) is Literal:
-                choices = get_args(kinds[key])
+            kind = kinds[key]
+            if get_origin(kind) in (Union, UnionType):
+                if value is None:
+                    continue
+                kind = get_args(kind)[0]
+            if get_origin(kind) is Literal:
+                choices = get_args(kind)
                 if value not in choices:
                     near = nearest(str(value), choices, cutoff=0.3) or choices[0]
                     raise UserError(
@@ -112,6 +169,13 @@ class ObjectiveRow(ObjectiveRules):
                         f"Try --objective.{key} {near}."
                     )
                 continue
+            if kind == list[str]:
+                if _are_names(value):
+                    continue
+                raise UserError(
+                    f"objective.{key} is {value!r}, but must be a list of different names. "
+                    f"Try --objective.{key} '[good, bad]'."
+                )
             default = getattr(self.options(), key)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             least_excluded = key in self.above_0
@@ -131,6 +195,11 @@ class ObjectiveRow(ObjectiveRules):
         """Make the objective of all its options."""
         module, _, name = self.class_path.rpartition(".")
         return getattr(importlib.import_module(module), name)(**options)
+
+
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+    return is_list and len({*value}) == len(value) > 0
 
 
 OBJECTIVES = Registry(
@@ -188,15 +257,18 @@ def objective_rules(objective: Component) -> ObjectiveRules:
     Raises:
         UserError: there is no objective of this name.
     """
-    return objective_row(objective["class_path"])
+    row = objective_row(objective["class_path"])
+    if row.decided is None:
+        return row
+    return dataclasses.replace(row, **row.decided(objective["init_args"]))
 
 
-def gives_scores(objective: Component) -> bool:
-    """Return whether results of an objective give scores, and answer nothing.
+def scores_of(objective: Component) -> ScoreLabels | None:
+    """Return the scores that results of an objective give; None: they predict tokens.
 
-    Known without the plugin: models of its objectives answer.
+    Known without the plugin: models of its objectives predict tokens.
     """
-    return own_name(objective["class_path"]) is None and objective_rules(objective).scores
+    return None if own_name(objective["class_path"]) else objective_rules(objective).scores
 
 
 def is_below_adapter(recipe: Recipe) -> bool:
@@ -359,5 +431,5 @@ def check_objective(recipe: Recipe) -> None:
         if value != neutral:
             raise UserError(
                 f"{key} is {json.dumps(value)}, but objective is {name}: its model gives sequences "
-                f"a score, and predicts no tokens. Try --{key} {json.dumps(neutral)}."
+                f"scores, and predicts no tokens. Try --{key} {json.dumps(neutral)}."
             )

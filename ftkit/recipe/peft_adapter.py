@@ -18,13 +18,15 @@ from typing import Any
 from ftkit.errors import UserError
 from ftkit.recipe.adapter_types import ADAPTER_TYPES, LORA, AdapterType, type_of
 from ftkit.recipe.lora_layers import NAMED_LAYERS
+from ftkit.recipe.objectives import ScoreLabels
 from ftkit.recipe.peft_names import (
     BASE_KEY,
     CONFIG,
     HARMLESS_STARTS,
     NOTES_KEY,
     PARTS_KEY,
-    REWARD_TASK,
+    SCORE_TASK,
+    SCORES_KEY,
     TOKENS_KEY,
     WEIGHTS,
 )
@@ -373,6 +375,12 @@ def noted_tokens(directory: Path) -> list[str]:
 
 def _header(directory: Path) -> dict[str, Any]:
     """Metadata in the header of the weights; {} where there is none."""
+    found = _entries(directory).get("__metadata__", {})
+    return found if isinstance(found, dict) else {}
+
+
+def _entries(directory: Path) -> dict[str, Any]:
+    """Header of the weights: metadata, and what it says of each tensor; {} where there is none."""
     path = directory / WEIGHTS
     require_regular(path)
     if not path.is_file():
@@ -383,13 +391,30 @@ def _header(directory: Path) -> dict[str, Any]:
         size = int.from_bytes(file.read(8), "little")
         if size > path.stat().st_size:
             raise ValueError(f"its header of {size:,} bytes is longer than the file")
-        found = json.loads(file.read(size)).get("__metadata__", {})
-    return found if isinstance(found, dict) else {}
+        found: dict[str, Any] = json.loads(file.read(size))
+    return found
 
 
-def is_reward_adapter(directory: Path) -> bool:
-    """Return whether an adapter belongs to a reward model, which classifies sequences for PEFT."""
-    return peft_settings(directory).get("task_type") == REWARD_TASK
+def adapter_scores(directory: Path) -> ScoreLabels | None:
+    """Return the scores that a model with an adapter gives sequences; None: it predicts tokens.
+
+    Other programs name none: one score is then a reward, and several are of classes.
+    """
+    if peft_settings(directory).get("task_type") != SCORE_TASK:
+        return None
+    noted = _header(directory).get(SCORES_KEY)
+    if noted is None:
+        with reading(directory / WEIGHTS, "shapes", advice=_AGAIN):
+            shapes = [
+                from_json(list[int], entry["shape"])
+                for name, entry in _entries(directory).items()
+                if name.endswith((".score.weight", ".score.modules_to_save.weight"))
+            ]
+        return ScoreLabels.unnamed(shapes[0][0] if shapes else 1)
+    with reading(directory / WEIGHTS, "JSON", key=f"__metadata__.{SCORES_KEY}", advice=_AGAIN):
+        found = from_json(ScoreLabels, json.loads(noted))
+    assert isinstance(found, ScoreLabels)
+    return found
 
 
 def peft_arguments(directory: Path) -> tuple[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Names in the files of adapters, of PEFT and of ftkit."""
 
-REWARD_TASK = "SEQ_CLS"
-"""PEFT's task type of a reward model; of others it is CAUSAL_LM."""
+SCORE_TASK = "SEQ_CLS"
+"""PEFT's task type of a model with scores; of others it is CAUSAL_LM."""
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 NOTES_KEY = "ftkit"
@@ -10,6 +10,8 @@ BASE_KEY = "ftkit_base"
 """Key of the header of WEIGHTS with the fingerprint of the base model."""
 TOKENS_KEY = "ftkit_tokens"
 """Key in the header of an adapter of the tokens that were added to its base model."""
+SCORES_KEY = "ftkit_scores"
+"""Key in the header of an adapter of the scores of its model, if it is no reward model."""
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")

@@ -144,8 +144,8 @@ def filled(batch: Batch, shape: Shape, longest: int) -> Batch | None:
         "numbers": (*batch["numbers"], *(FILLER,) * more),
         "padded_tokens": shape.lines * shape.width,
     }
-    if "desirable" in batch:
-        made["desirable"] = of_sequences("desirable")
+    if "targets" in batch:
+        made["targets"] = F.pad(batch["targets"], (0, 0, 0, more))
     for name in ("input_ids", "is_real"):
         made[name] = F.pad(batch[name], (0, tail, 0, shape.lines - lines))
     if in_row:

@@ -292,7 +292,7 @@ class TrainStep:
             padded_tokens=totals.padded_tokens,
             micro_steps=micro_steps,
             loss=loss,
-            terms={term.name: terms[term.name] for term in objective.reported},
+            terms={one.name: terms[one.name] for one in objective.reported if one.name in terms},
             router_aux_loss=terms.get(ROUTER_LOSS),
             learning_rate=self._learning_rate * self._schedule.share(step),
             gradient_norm=norm,

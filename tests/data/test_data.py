@@ -414,7 +414,7 @@ class TestChecks:
     def test_modules_of_litgpt_have_no_preferences(self, preference: Preference) -> None:
         data = Component(class_path="litgpt.data.Alpaca", init_args={})
         message = message_of(check_data, data, preference=preference)
-        assert says(message, f"data is Alpaca ... no preference {preference}", "--data JSON")
+        assert says(message, f"data is Alpaca ... no {preference}", "--data JSON")
 
     @pytest.mark.extensions
     @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapters import TYPES
 from fp8_models import in_fp8
-from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, needs_deepspeed, write_job
+from rank_jobs import HAS_DEEPSPEED, NO_EVALUATION, Case, Entries, needs_deepspeed, write_job
 from runs import run_ranks
 from tiny import make_llama
 from transformers_models import make_in_mxfp4, make_transformers_model
@@ -55,6 +55,15 @@ AVERAGED = ("train.ema_decay", 0.9)
 PAIRS = (("data.json_path", "BESIDE/pairs.json"), ("data.mask_prompt", None))
 REWARD = (*PAIRS, ("objective", "reward"))
 KTO = (("data.json_path", "BESIDE/labelled.json"), PAIRS[1], ("objective", "kto"))
+TEXTS = (("data.json_path", "BESIDE/texts.json"), PAIRS[1], ("objective", "classify"))
+CLASSES = Entries(f"class {number}" for number in range(40))
+ONE_CLASS = (
+    *TEXTS,
+    ("objective.problem_type", "single_label_classification"),
+    ("objective.classes", CLASSES),
+)
+SEVERAL_CLASSES = (*ONE_CLASS, ("objective.problem_type", "multi_label_classification"))
+VALUES = (*TEXTS, ("objective.problem_type", "regression"))
 WITH_BASE = (*KTO, ("reference", "BASE"))
 SHARDED_BESIDE = ("memory.shard_model_beside", True)
 ZERO_2 = ("strategy.stage", 2)
@@ -67,6 +76,7 @@ SINGLE = [
     Case("single", "full", "bf16-true", (WHOLE_BATCH, CHECKPOINTED)),
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
+    Case("single", "full", "32-true", (*SEVERAL_CLASSES, WHOLE_BATCH)),
 ]
 MORE_SINGLE = [
     Case("single", "full", "bf16-true", TOKENS),
@@ -84,6 +94,8 @@ MORE_SINGLE = [
     Case("single", "full", "32-true", (WHOLE_BATCH, LAST_LAYERS)),
     Case("single", "lora", "bf16-true", (*REWARD, ("lora_head", False), WHOLE_BATCH)),
     Case("single", "lora", "32-true", (*KTO, ("train.micro_batch_size", 4))),
+    Case("single", "lora", "bf16-true", (*ONE_CLASS, ("lora_head", False), WHOLE_BATCH)),
+    Case("single", "full", "bf16-mixed", (*VALUES, CHECKPOINTED)),
 ]
 ROUTERS = ("router_aux_loss_coef", 0.1)
 WITH_EXPERTS = [
@@ -110,6 +122,7 @@ MORE_SEVERAL = [
     Case("fsdp", "full", "32-true", (*IN_BACKWARD, ("train.micro_batch_size", 4))),
     Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
     Case("fsdp", "full", "32-true", (*REWARD, ("train.micro_batch_size", 2))),
+    Case("fsdp", "full", "32-true", (*ONE_CLASS, ("train.micro_batch_size", 4))),
     Case("ddp", "full", "32-true", (LAST_LAYERS,)),
     Case("fsdp", "full", "bf16-mixed", LAST_MATRICES),
     Case("ddp", "full", "bf16-true", (*SHARED, WHOLE_BATCH)),
@@ -157,6 +170,8 @@ def write_pairs(file: Path, words: list[int]) -> None:
         for number, both in enumerate(answers)
     ]
     file.with_name("labelled.json").write_text(json.dumps(labelled))
+    texts = [{"text": both["chosen"], "label": number} for number, both in enumerate(answers)]
+    file.with_name("texts.json").write_text(json.dumps(texts))
 
 
 def make_experts(directory: Path) -> Path:

@@ -122,7 +122,7 @@ FEW_RUNS_NEED = """
     models.bodies.embedding_noise models.bodies.exchange models.bodies.expert_products
     models.kept_weights models.liger models.lora.adapter_reading models.lora.experts
     models.offloading models.pretrained.pickled_tensors models.pretrained.random_weights
-    models.pretrained.reward_model models.quantization models.trained_part recipe.changes
+    models.pretrained.scored_model models.quantization models.trained_part recipe.changes
     recipe.peft_adapter recipe.recorded runs.restarts runs.resume strategies.fsdp
     strategies.fully_shard strategies.optimizer_trial training.recorded_steps utils.console.html
     utils.texts

@@ -138,3 +138,17 @@ def make_labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
         answer = pair["chosen" if is_desirable else "rejected"]
         rows.append({"prompt": pair["prompt"], "completion": f" {answer}", "label": is_desirable})
     return rows
+
+
+def make_classified(count: int, problem: str, seed: int = 0) -> list[dict[str, Any]]:
+    """Texts of different lengths with a class, classes, or a number that their words give."""
+    rng = random.Random(seed)
+    kinds = {"colour": WORDS[:3], "animal": WORDS[3:5], "sky": WORDS[5:7]}
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        kind = rng.choice([*kinds])
+        words = [rng.choice(kinds[kind]) for _ in range(rng.randint(1, 12))]
+        several = [kind, *(["long"] if len(words) > 6 else [])]
+        labels = {"regression": len(words) / 4, "multi_label_classification": several}
+        rows.append({"text": " ".join(words), "label": labels.get(problem, kind)})
+    return rows

@@ -12,7 +12,7 @@ from messages import says
 
 from ftkit.data.records.read import read_records
 from ftkit.errors import UserError
-from ftkit.evaluation.generate import _records
+from ftkit.evaluation.generate import records_of
 from ftkit.models.chat_templates.template import read_template
 from ftkit.recipe.options import GenerateOptions
 from ftkit.utils.texts import explain_not_utf8
@@ -75,7 +75,7 @@ def test_a_nul_byte_is_no_text(tmp_path: Path, ending: str) -> None:
 
 
 def _prompts(file: Path) -> object:
-    return _records(GenerateOptions(result="model", prompts=file))
+    return records_of(GenerateOptions(result="model", prompts=file))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ftkit.errors import UserError
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import Preference, objective_rules
 from ftkit.recipe.options import DataOptions
 from ftkit.recipe.parsing import Override, read_recipe, sorted_words
 from ftkit.recipe.peft_adapter import with_adapter
@@ -46,7 +46,9 @@ from ftkit.data.inspection.inspection import (  # noqa: E402
 from ftkit.data.prepare import Prepared  # noqa: E402
 from ftkit.data.records.bad import SKIP, BadData  # noqa: E402
 from ftkit.data.records.media import shown_medium  # noqa: E402
+from ftkit.data.records.shape_rows import label_text  # noqa: E402
 from ftkit.data.samples.sample_set import Sample, SampleSet, media_numbers  # noqa: E402
+from ftkit.data.sources import settled  # noqa: E402
 from ftkit.models.pretrained.base_model import checked_length, read_blueprint  # noqa: E402
 from ftkit.models.pretrained.model_files import has_tokenizer  # noqa: E402
 from ftkit.models.pretrained.places import fetch_settings, find_or_download, find_single_file  # noqa: E402
@@ -141,7 +143,7 @@ def inspect_data(
             fetched.
     """
     # The same steps as in a run, so that what is shown is what would be trained.
-    recipe = with_adapter(read_recipe(files, overrides, terms=terms))
+    recipe = settled(with_adapter(read_recipe(files, overrides, terms=terms)))
     # Settings and tokenizer, no weights.
     unreached = fetch_settings(recipe.checkpoint_dir, token=recipe.access_token)
     base = read_blueprint(recipe.checkpoint_dir, unreached=unreached)
@@ -224,12 +226,12 @@ def _source(part: LoadedPart, take: int, limit: int) -> SourceNumbers:
         train_on=part.part.rules.train_on,
         overlong=part.part.rules.overlong,
         per_epoch=take,
-        train=_split(part.splits["train"], limit),
-        val=_split(part.splits["val"], limit),
+        train=_split(part.splits["train"], limit, part.part.rules.preference),
+        val=_split(part.splits["val"], limit, part.part.rules.preference),
     )
 
 
-def _split(prepared: Prepared, limit: int) -> SplitNumbers:
+def _split(prepared: Prepared, limit: int, preference: Preference | None) -> SplitNumbers:
     counts = prepared.counts
     return SplitNumbers(
         records=counts.records,
@@ -247,7 +249,7 @@ def _split(prepared: Prepared, limit: int) -> SplitNumbers:
         tokens=counts.tokens,
         trained_tokens=counts.label_tokens,
         weights=_weights(prepared.samples),
-        desirable=_desirable(prepared.samples),
+        labels=_labels(prepared.samples, preference),
         lost_tokens=counts.lost_tokens,
         lengths=lengths_of(prepared.whole_lengths, limit),
         media=media_numbers([prepared.samples]),
@@ -262,8 +264,14 @@ def _weights(samples: SampleSet) -> Weights | None:
     return Weights(least=float(weights.min()), most=float(weights.max()), mean=float(mean))
 
 
-def _desirable(samples: SampleSet) -> int | None:
-    return None if samples.desirable is None else int(samples.desirable.sum())
+def _labels(samples: SampleSet, preference: Preference | None) -> dict[str, int]:
+    """Samples by their label in words, the most frequent first."""
+    if samples.targets is None:
+        return {}
+    targets, counts = np.unique(samples.targets, axis=0, return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    texts = [label_text(preference, targets[i].tolist()) for i in order]
+    return {text: int(counts[i]) for text, i in zip(texts, order, strict=True) if text}
 
 
 def _duplicates(evidence: Evidence) -> Duplicates:
@@ -331,7 +339,9 @@ def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> Iterator[Show
             source=part.source.name,
             number=number,
             answer=answer,
-            desirable=sample.desirable,
+            label=None
+            if sample.target is None
+            else label_text(part.part.rules.preference, sample.target.tolist()),
             shared=_shared(first, sample) if answer == "rejected" else 0,
             ids=ids,
             texts=texts,

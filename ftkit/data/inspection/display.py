@@ -1,7 +1,7 @@
 """Display of an inspection: as text for terminals and logs, and as an HTML page."""
 
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -29,6 +29,7 @@ MOST_TOKENS = 1500
 _BAR_WIDTH = 40
 _EXAMPLE_WIDTH = 120
 _LABEL_WIDTH = 14
+_MOST_LABELS = 8
 """Width of the labels of bars."""
 _TRAINED, _MARK, _BETWEEN = "bold green underline", "magenta", "dim"
 
@@ -83,9 +84,8 @@ def _source_rows(source: SourceNumbers) -> Iterator[tuple[str, str]]:
             yield "", _token_words(split)
         for numbers in split.media:
             yield "", numbers.text
-        if split.desirable is not None:
-            others = split.samples - split.desirable
-            yield "", f"{split.desirable:,} desirable answers, {others:,} undesirable"
+        if split.labels:
+            yield "", _label_words(split.labels)
     if source.per_epoch != source.train.samples:
         yield "epoch", f"takes {source.per_epoch:,} of its samples"
 
@@ -142,8 +142,8 @@ def _sample_title(sample: ShownSample, seen: Inspection) -> str:
     """Title of a sample: its number, its source and its trained tokens."""
     source = f" of {visible(sample.source)}" if len(seen.sources) > 1 else ""
     noun = "pair" if sample.answer else "sample"
-    label = {None: "", True: ", desirable", False: ", undesirable"}[sample.desirable]
-    answer = f", {sample.answer}" if sample.answer else label
+    name = sample.answer or sample.label
+    answer = f", {visible(name)}" if name else ""
     return (
         f"training {noun} {sample.number:,}{source}{answer}: {len(sample.ids):,} tokens, "
         f"{sum(sample.trained):,} trained"
@@ -184,6 +184,13 @@ def _visible(character: str) -> str:
 
 def _rule(title: str) -> Rule:
     return Rule(Text(title, "bold"), characters="-", align="left", style="dim")
+
+
+def _label_words(labels: Mapping[str, int]) -> str:
+    """Samples by their label, the most frequent ones alone."""
+    first = [f"{count:,} {visible(label)}" for label, count in labels.items()][:_MOST_LABELS]
+    more = f" and {len(labels) - len(first):,} other labels" if len(labels) > len(first) else ""
+    return f"samples by label: {', '.join(first)}{more}"
 
 
 def _used_words(split: SplitNumbers) -> str:

@@ -187,7 +187,7 @@ def no_end_of_turn(evidence: Evidence, part: LoadedPart) -> Finding | None:
         if len(sample.ids) < evidence.max_seq_length
     ]
     # Documents have no answers. One trained end is enough: some records may lack theirs.
-    is_free = bool(shape_row(part.part.shape).learned)
+    is_free = bool(shape_row(part.part.shape).learned) or not part.renderer.answers
     if is_free or not whole or any(ends & _trained(sample) for sample in whole):
         return None
     end = " or ".join(evidence.tokenizer.token_text(i) for i in sorted(ends))
@@ -428,10 +428,11 @@ def equal_answers(evidence: Evidence, part: LoadedPart) -> Finding | None:
 
 def one_label(evidence: Evidence) -> Finding | None:
     """All answers have the same label, so nothing says what distinguishes good ones."""
-    labels = evidence.data.train.desirable
-    if labels is None or len({*labels.tolist()}) > 1:
+    labels = evidence.data.train.targets
+    preference = evidence.data.parts[0].part.rules.preference
+    if labels is None or preference != "labels" or len({*labels[:, 0].tolist()}) > 1:
         return None
-    label, other = ("desirable", "false") if labels[0] else ("undesirable", "true")
+    label, other = ("desirable", "false") if labels[0, 0] else ("undesirable", "true")
     return Finding(
         kind="one_label",
         severity="warning",

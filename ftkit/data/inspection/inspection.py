@@ -117,8 +117,8 @@ class SplitNumbers:
     """Tokens that carry loss."""
     weights: Weights | None
     """Their weights; None: all are 1."""
-    desirable: int | None
-    """Samples whose answer is labelled desirable; None: answers have no labels."""
+    labels: dict[str, int]
+    """Samples by their label, the most frequent one first; {}: they have none."""
     lost_tokens: int
     """Tokens that are cut off, dropped or skipped."""
     lengths: Lengths | None
@@ -180,8 +180,8 @@ class ShownSample:
     """Number among the training samples of its source, from 0."""
     answer: Answer | None
     """Which answer of a preference pair it is; None: samples are no pairs."""
-    desirable: bool | None
-    """Label of the answer; None: it has none."""
+    label: str | None
+    """Its label, such as desirable; None: it has none."""
     shared: int
     """First tokens of a rejected answer that are those of the chosen one: the prompt of both."""
     ids: list[int]

@@ -4,15 +4,17 @@ A row is light. What reads and renders its records is named by a string, MODULE:
 when such records are there.
 """
 
-from collections.abc import Mapping, Set
+import json
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from ftkit.data.records.keys import ARGUMENT_KEYS, LABEL_KEYS, MEDIA
 from ftkit.errors import UserError
 from ftkit.models.chat_templates import TrainOn
 from ftkit.models.chat_templates.arguments import ARGUMENTS
 from ftkit.recipe.objectives import Preference
-from ftkit.utils.registry import Registry
+from ftkit.utils.registry import Registry, imported
 
 CONVERSATION = "messages"
 """Shape of conversations, which chat templates write."""
@@ -92,15 +94,19 @@ class ShapeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceRow:
-    """A way in which records say which answers are better."""
+    """A way in which records say what is learned of them beside their texts."""
 
-    name: Preference
+    name: str
     columns: tuple[str, ...] = ()
     """Canonical keys beside those of shapes, as data.columns names them."""
     reader_place: str
-    """The `ftkit.data.records.shapes.RecordReader` of such records."""
+    """The `ftkit.data.records.shapes.RecordReader` of such records, which takes what the preference
+    has behind its name too."""
     renderer_place: str
     """Class of their `ftkit.data.rendering.Renderer`; takes that of a record with one answer."""
+    label_place: str = ""
+    """Function that says the label of a sample in words: takes its target, a list of numbers, and
+    what the preference has behind its name. "": samples have no labels."""
     answers: tuple[str, ...] = ()
     """Keys of a canonical record that hold records with one answer each; none: it is one itself."""
     turns: TrainOn = "assistant"
@@ -203,9 +209,14 @@ RECORD_SHAPES = Registry(
 """Shapes of records by name."""
 
 PREFERENCES: Registry[PreferenceRow] = Registry("preferences", (PreferenceRow,), core=())
-"""Ways in which records say which answers are better, by name."""
+"""Ways in which records say what is learned of them beside their texts, by name."""
 
-_EXTENSIONS = {CONVERSATION: "chats", "pairs": "preference", "labels": "preference"}
+_EXTENSIONS = {
+    CONVERSATION: "chats",
+    "pairs": "preference",
+    "labels": "preference",
+    "classes": "heads",
+}
 """Our extensions that bring rows, to be named where they are missing."""
 
 
@@ -231,10 +242,26 @@ def preference_row(name: Preference) -> PreferenceRow:
     Raises:
         UserError: the extension that brings it is missing.
     """
-    row = PREFERENCES.get(name)
+    short = name.partition(" ")[0]
+    row = PREFERENCES.get(short)
     if row is None:
-        raise UserError(f"An objective on {name} {lacks_extension(name)}")
+        raise UserError(f"An objective on {short} {lacks_extension(short)}")
     return row
+
+
+def preference_options(name: Preference) -> dict[str, Any]:
+    """Return what a preference has behind the name of its row."""
+    found: dict[str, Any] = json.loads(name.partition(" ")[2] or "{}")
+    return found
+
+
+def label_text(name: Preference | None, target: Sequence[float]) -> str | None:
+    """Return the label of a sample in words, given its target; None: it has none."""
+    place = "" if name is None else preference_row(name).label_place
+    if name is None or not place:
+        return None
+    text: str = imported(place)(target, **preference_options(name))
+    return text
 
 
 def lacks_extension(name: str) -> str:

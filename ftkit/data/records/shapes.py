@@ -1,6 +1,7 @@
 """Shapes of records: recognised by the keys of the first one, and kept by all others."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ftkit.data.records.shape_rows import (
     ShapeRow,
     known_shapes,
     lacks_extension,
+    preference_options,
     preference_row,
     shape_row,
 )
@@ -55,9 +57,10 @@ def reader_of(
     Raises:
         UserError: the extension that reads such records is missing.
     """
-    made: type[RecordReader] = RecordReader
+    made: Callable[..., RecordReader] = RecordReader
     if preference is not None:
-        made = imported(preference_row(preference).reader_place)
+        options = preference_options(preference)
+        made = partial(imported(preference_row(preference).reader_place), **options)
     return made(columns, answered=answered, takes_tokens=takes_tokens, keeps_bad=keeps_bad)
 
 

@@ -33,6 +33,7 @@ def collate(
     divisors: Mapping[str, float],
     *,
     per_sample: int = 1,
+    target_size: int = 0,
     weighted: bool = False,
     padding_free: bool = False,
     piece: Piece = WHOLE,
@@ -50,6 +51,7 @@ def collate(
         divisors: by name, what the sums of the loss are divided by: amounts of the whole step, over
             all ranks and micro-steps.
         per_sample: neighbours that are one sample.
+        target_size: numbers of the target of a sequence; 0: it has none.
         weighted: whether some label of the data set has a weight other than 1.
         padding_free: whether they come in a row.
         piece: of the row, which ranks share: what is of tokens is of those in it.
@@ -79,7 +81,8 @@ def collate(
             sequences for those that only pad.
         label_tokens: how many labels, without those that only pad.
         is_real_sequence: [sequences] bool: no filler.
-        desirable: [sequences] bool, labels of the answers; missing if they have none.
+        targets: [sequences, numbers] float32, what is learned of whole sequences, 0 for fillers;
+            missing if they have none.
         divisors: by name, scalars in float64.
         is_last_of_step: as given.
         samples: how many, without fillers; 0 but for the first piece.
@@ -151,7 +154,6 @@ def collate(
         place = None if padding_free else width
         media[MEDIA] = Pending(partial(reader.read, found, ids, place, answers))
     fillers = sum(sample is None for sample in samples)
-    desirable = [sample is not None and sample.desirable for sample in samples]
     return {
         "input_ids": torch.from_numpy(input_ids).view(1 if padding_free else len(lengths), -1),
         "is_real": torch.from_numpy(is_real).view(1 if padding_free else len(lengths), -1),
@@ -165,7 +167,7 @@ def collate(
         "label_sequences": torch.from_numpy(label_sequences),
         "label_tokens": label_tokens,
         "is_real_sequence": torch.tensor([sample is not None for sample in samples]),
-        **({"desirable": torch.tensor(desirable)} if None not in desirable else {}),
+        **({"targets": _targets(samples, target_size)} if target_size else {}),
         # float64: float32 holds integers exactly up to 16.8 million alone.
         "divisors": {
             name: torch.tensor(value, dtype=torch.float64) for name, value in divisors.items()
@@ -177,6 +179,15 @@ def collate(
         "source": source,
         **media,
     }
+
+
+def _targets(samples: Sequence[Sample | None], size: int) -> torch.Tensor:
+    made = torch.zeros(len(samples), size)
+    for row, sample in zip(made, samples, strict=True):
+        if sample is not None:
+            assert sample.target is not None, "all samples of a data set have one"
+            row.copy_(torch.tensor(sample.target))
+    return made
 
 
 def train_batches(
@@ -315,6 +326,8 @@ class _MicroBatches(Dataset[dict[str, Any]]):
         self._fills_media = fills_media
         self._shapes = layout.shapes
         self._weighted = samples.label_weights is not None
+        targets = samples.targets if isinstance(samples, Samples) else None
+        self._target_size = 0 if targets is None else targets.shape[1]
         self._mismatched: Samples | None = None
         """Whose answers are joined with other prompts; None: none are."""
         if mismatched:
@@ -339,6 +352,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             sequences,
             divisors,
             per_sample=each,
+            target_size=self._target_size,
             weighted=self._weighted,
             padding_free=self._padding_free,
             piece=self._piece,

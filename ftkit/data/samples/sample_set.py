@@ -32,8 +32,8 @@ class Sample(NamedTuple):
     does: nothing predicts it."""
     weights: npt.NDArray[np.float32] | None = None
     """[spans], weight of the tokens of each; None: all weigh 1."""
-    desirable: bool | None = None
-    """Label of its answer; None: it has none."""
+    target: npt.NDArray[np.float32] | None = None
+    """[numbers], what is learned of it as a whole; None: its tokens are learned."""
     media: tuple[Medium, ...] = ()
     """Its media, in the order of their tokens."""
 
@@ -77,8 +77,8 @@ class Samples(Dataset[Sample]):
 
     @property
     @abstractmethod
-    def desirable(self) -> npt.NDArray[np.bool_] | None:
-        """[samples], labels of the answers; None: they have none."""
+    def targets(self) -> npt.NDArray[np.float32] | None:
+        """[samples, numbers], what is learned of each as a whole; None: tokens are learned."""
 
     @property
     def lengths(self) -> IntArray:
@@ -133,8 +133,8 @@ class SampleArrays(NamedTuple):
     """[sequences + 1], where the spans of each sequence start, and the end."""
     weights: npt.NDArray[np.float32] | None = None
     """[spans of all sequences], as in Sample."""
-    desirable: npt.NDArray[np.bool_] | None = None
-    """[sequences], as in Sample."""
+    targets: npt.NDArray[np.float32] | None = None
+    """[sequences, numbers], as in Sample."""
     media: npt.NDArray[np.int32] | None = None
     """[media of all sequences, 4]: number among the files, first token, end and size; None: there
     are none."""
@@ -154,7 +154,7 @@ class SampleSet(Samples):
         spans: npt.NDArray[np.int32],
         span_offsets: IntArray,
         weights: npt.NDArray[np.float32] | None = None,
-        desirable: npt.NDArray[np.bool_] | None = None,
+        targets: npt.NDArray[np.float32] | None = None,
         media: npt.NDArray[np.int32] | None = None,
         media_offsets: IntArray | None = None,
         media_files: npt.NDArray[np.uint8] | None = None,
@@ -171,7 +171,7 @@ class SampleSet(Samples):
             spans: that carry loss.
             span_offsets: of the spans.
             weights: of the spans, above 0; None: all are 1.
-            desirable: labels of the sequences, one for each sample; None: they have none.
+            targets: of the sequences, one for each sample; None: they have none.
             media: of the sequences; None: they have none.
             media_offsets: of the media.
             media_files: that they are of.
@@ -181,7 +181,7 @@ class SampleSet(Samples):
         """
         assert (len(offsets) - 1) % per_sample == 0
         self.arrays = SampleArrays(
-            *(tokens, offsets, spans, span_offsets, weights, desirable),
+            *(tokens, offsets, spans, span_offsets, weights, targets),
             *(media, media_offsets, media_files),
         )
         self.per_sample = per_sample
@@ -200,7 +200,7 @@ class SampleSet(Samples):
     def sequences(self, index: int) -> tuple[Sample, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        tokens, offsets, spans, span_offsets, weights, desirable, *_ = self.arrays
+        tokens, offsets, spans, span_offsets, weights, targets, *_ = self.arrays
         first = index * self.per_sample
 
         def sequence(place: int) -> Sample:
@@ -209,7 +209,7 @@ class SampleSet(Samples):
                 tokens[offsets[place] : offsets[place + 1]],
                 spans[of_sequence],
                 None if weights is None else weights[of_sequence],
-                None if desirable is None else bool(desirable[place]),
+                None if targets is None else targets[place],
                 self._media(place),
             )
 
@@ -283,8 +283,8 @@ class SampleSet(Samples):
         return sums.reshape(-1, self.per_sample)
 
     @property
-    def desirable(self) -> npt.NDArray[np.bool_] | None:
-        return self.arrays.desirable
+    def targets(self) -> npt.NDArray[np.float32] | None:
+        return self.arrays.targets
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -325,7 +325,7 @@ class SampleSet(Samples):
         """
         if self._fingerprint is not None:
             return self._fingerprint
-        tokens, offsets, spans, span_offsets, weights, desirable, *_ = self.arrays
+        tokens, offsets, spans, span_offsets, weights, targets, *_ = self.arrays
         media, media_offsets = self.arrays.media, self.arrays.media_offsets
         masks: list[tuple[npt.NDArray[Any], str]] = [(spans, "<i4"), (span_offsets, "<i8")]
         # Checkpoints of earlier versions hold this fingerprint.
@@ -333,8 +333,10 @@ class SampleSet(Samples):
             masks = [(spans[:, 0], "<i4")]
         if weights is not None:
             masks.append((weights, "<f4"))
-        if desirable is not None:
-            masks.append((desirable, "|b1"))
+        if targets is not None:
+            # Whether answers are desirable was a bool each, which earlier checkpoints count as.
+            is_flag = targets.shape[1] == 1 and np.isin(targets, (0, 1)).all()
+            masks.append((targets, "|b1" if is_flag else "<f4"))
         if media is not None and media_offsets is not None:
             # What the files hold, not where they lie.
             digests = b"".join(
@@ -384,21 +386,21 @@ class SampleRows:
         # 4 bytes a token; a list would take 8 and the integers.
         self._tokens, self._spans, self._weights = array("i"), array("i"), array("f")
         self._offsets, self._span_offsets = array("q", [0]), array("q", [0])
-        self._desirable = bytearray()
+        self._targets, self._target_size = array("f"), 0
         self._media, self._media_offsets = array("i"), array("q", [0])
         self._media_files: dict[MediaFile, int] = {}
 
     def extend(self, samples: Iterable[Rendered]) -> None:
         """Append the sequences of samples."""
-        for ids, trained, weights, desirable, media in samples:
+        for ids, trained, weights, target, media in samples:
             self._tokens.extend(ids)
             self._offsets.append(len(self._tokens))
             for span in trained:
                 self._spans.extend(span)
             self._span_offsets.append(len(self._spans) // 2)
             self._weights.extend(weights or repeat(1.0, len(trained)))
-            if desirable is not None:
-                self._desirable.append(desirable)
+            self._targets.extend(target)
+            self._target_size = len(target)
             for medium in media:
                 file = MediaFile(medium.kind, medium.digest, medium.file, medium.is_relative)
                 number = self._media_files.setdefault(file, len(self._media_files))
@@ -419,7 +421,9 @@ class SampleRows:
             np.frombuffer(self._spans, dtype=np.int32).reshape(-1, 2),
             np.frombuffer(self._span_offsets, dtype=np.int64),
             None if (weights == 1).all() else weights,
-            np.frombuffer(self._desirable, dtype=np.bool_) if self._desirable else None,
+            np.frombuffer(self._targets, dtype=np.float32).reshape(-1, self._target_size)
+            if self._targets
+            else None,
             *self._finished_media(),
             per_sample=self._per_sample,
         )
@@ -520,12 +524,14 @@ class JoinedSamples(Samples):
         )
 
     @cached_property
-    def desirable(self) -> npt.NDArray[np.bool_] | None:
-        of_sets = [each.desirable for each in self._sets]
-        if all(labels is None for labels in of_sets):
+    def targets(self) -> npt.NDArray[np.float32] | None:
+        found = [targets for each in self._sets if (targets := each.targets) is not None]
+        # A set without samples has no targets.
+        nothing = found[0][:0] if found else None
+        if nothing is None:
             return None
-        # A set without samples has none, and no labels.
-        return self._gathered([np.zeros(0, dtype=np.bool_) if o is None else o for o in of_sets])
+        every = (each.targets for each in self._sets)
+        return self._gathered([nothing if targets is None else targets for targets in every])
 
     @property
     def sources(self) -> npt.NDArray[np.int32]:
@@ -571,7 +577,7 @@ class ScoredSamples(Samples):
         return len(self._samples)
 
     def sequences(self, index: int) -> tuple[Sample, ...]:
-        return tuple(map(_scored, self._samples.sequences(index)))
+        return tuple(map(scored, self._samples.sequences(index)))
 
     @cached_property
     def lengths_by_sequence(self) -> IntArray:
@@ -586,8 +592,8 @@ class ScoredSamples(Samples):
         """None: scores have no weights."""
 
     @property
-    def desirable(self) -> None:
-        """None: pairs have no labels."""
+    def targets(self) -> npt.NDArray[np.float32] | None:
+        return self._samples.targets
 
     @property
     def sources(self) -> npt.NDArray[np.int32]:
@@ -602,11 +608,12 @@ class ScoredSamples(Samples):
         return self._samples.places
 
 
-def _scored(sample: Sample) -> Sample:
+def scored(sample: Sample) -> Sample:
     """Append a token that is a label and is never read: it is not given to the model."""
     length = len(sample.ids)
     ids = np.append(sample.ids, sample.ids[-1:])
-    return Sample(ids, np.array([[length, length + 1]], dtype=np.int32))
+    trained = np.array([[length, length + 1]], dtype=np.int32)
+    return Sample(ids, trained, target=sample.target)
 
 
 def interleave(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int32], IntArray]:

@@ -162,7 +162,7 @@ def conversation_of(record: Record, *, keeps_input: bool = False) -> Record:
         messages.append({"role": "user", "content": "\n\n".join(part for part in parts if part)})
     if "output" in record:
         messages.append({"role": "assistant", "content": record["output"]})
-    kept = {key: record[key] for key in ("weight", "desirable", MEDIA) if key in record}
+    kept = {key: record[key] for key in ("weight", "target", MEDIA) if key in record}
     return {"messages": messages} | kept
 
 

@@ -30,7 +30,9 @@ from ftkit.extensions.chats.turns import (
 )
 from ftkit.models.chat_templates import Reasoning, TrainOn
 from ftkit.models.chat_templates.arguments import ARGUMENTS
+from ftkit.models.chat_templates.confined import Exceeded, run_each_confined
 from ftkit.models.chat_templates.prompt_styles import template_of_style
+from ftkit.models.chat_templates.sandbox import NotRendered
 from ftkit.models.chat_templates.template import (
     OF_TOKENIZER,
     ChatTemplate,
@@ -208,6 +210,23 @@ class ChatRenderer(Renderer):
             omits_reasoning = any(sample.omits_reasoning for sample in written)
             is_divided = any(one.is_divided for one in made)
             yield Rendering(kept, None if kept else LOST, omits_reasoning, is_divided)
+
+    def whole(self, records: Sequence[Record]) -> Iterator[list[int] | str]:
+        """Yield the tokens of each conversation whatever its turns are, or why it has none."""
+        try:
+            for text in run_each_confined(self.whole_text, records):
+                yield str(text) if isinstance(text, NotRendered) else self._encoded(text).ids
+        except Exceeded as error:
+            raise self._template.explained(error) from None
+
+    def whole_text(self, record: Record) -> str:
+        """Return the text of a conversation, without the beginning of an answer.
+
+        Raises:
+            TemplateRefusal: the template does not take it.
+        """
+        template = self._template.with_arguments(record.get(ARGUMENTS))
+        return template.render(plain_messages(record["messages"]), tools=record.get("tools"))
 
     def example(self, record: Record) -> Example:
         record = self._without_ends(record)

@@ -242,7 +242,7 @@ ROWS = rows_by_key(
           "base_model_config", "tokenizer_use_fast", "tokenizer_legacy", "cls_model_config",
           "tokenizer_use_mistral_common", "base_model_ignore_patterns", "is_preprocess",
           "torch_dtype", "lora_fan_in_fan_out"),
-    *idle("a reward model has one label, and classification is refused", "num_labels"),
+    *idle("a reward model has one label; see --objective classify for others", "num_labels"),
     part("tokenizer_config", "text", "checkpoint_dir", None, "the tokenizer of the model"),
     part("revision_of_model", "text", "checkpoint_dir", None, "behind the name and @"),
     part("model_revision", "text", "checkpoint_dir", None, "another name of revision_of_model"),
@@ -447,9 +447,9 @@ def _finish(r: Reading) -> None:
         r.set(checkpoint_dir=trainer.of_version(r, key, r["base_model"]))
     if not r["reward_model"]:
         if r.has("num_labels"):
-            r.refuse("num_labels", "classification, with a head of labels")
+            r.refuse("num_labels", "classification without labelled data; see --objective classify")
         if "Classification" in str(r["model_type"]):
-            r.refuse("model_type", "classification, with a head of labels")
+            r.refuse("model_type", "classification without labelled data; see --objective classify")
     trainer.from_scratch(r, "reinit_weights", is_adapter=r["adapter"] not in OFF)
     _adapter(r)
     _precision(r)

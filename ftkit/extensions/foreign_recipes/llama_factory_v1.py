@@ -128,7 +128,7 @@ ROWS = rows_by_key(
     *idle("ftkit's checkpoints continue on any devices", "save_ckpt_as_hf"),
     *idle(SHOWN, "logging_steps"),
     *idle("answers, not training", "sample_backend", "max_new_tokens"),
-    *missing("classification and other models that are no language models", "model_class",
+    *missing("classification (see --objective classify), and models of other kinds", "model_class",
              harmless=("llm",)),
     *missing("settings of the schedule", "lr_scheduler_config"),
     *missing("log-probabilities that weigh the length", "ld_alpha"),

@@ -30,6 +30,7 @@ from ftkit.models.architectures.architecture import (
 from ftkit.models.architectures.checks import implausible, require_plausible, shown_setting
 from ftkit.models.architectures.implementation import Settings
 from ftkit.models.meta_device import on_meta_device
+from ftkit.recipe.objectives import ScoreLabels
 from ftkit.utils.damaged_files import reading
 from ftkit.utils.json_values import from_json
 from ftkit.utils.yaml_files import load_yaml
@@ -83,7 +84,7 @@ class LitgptArchitecture(Architecture):
     family: Family | None = None
     """Hugging Face's family; None: ftkit cannot write it for Hugging Face."""
     window: int | None = None
-    scores: bool = False
+    scores: ScoreLabels | None = None
 
     implementation = "litgpt"
     body = "ftkit.extensions.litgpt.body:LitgptBody"
@@ -240,8 +241,8 @@ class LitgptArchitecture(Architecture):
         config = dataclasses.replace(self.config, vocab_size=size, padded_vocab_size=size)
         return dataclasses.replace(self, config=config)
 
-    def with_score(self) -> Self:
-        return dataclasses.replace(self, scores=True)
+    def with_scores(self, scores: ScoreLabels) -> Self:
+        return dataclasses.replace(self, scores=scores)
 
     def identity(self) -> dict[str, Any]:
         config = self.config

@@ -26,6 +26,7 @@ class Kto(Objective):
     """
 
     preference = "labels"
+    target_size = 1
     needs_reference = True
     shares_sequences = True
     of_sequences = True
@@ -55,12 +56,10 @@ class Kto(Objective):
         self._beta, self._weights = beta, (desirable_weight, undesirable_weight)
 
     def amounts(self, samples: Samples) -> Amounts:
-        assert samples.desirable is not None, "the data were read with their labels"
-        return {
-            EXAMPLES: np.ones(len(samples), dtype=np.int64),
-            DESIRABLE: samples.desirable.astype(np.int64),
-            UNDESIRABLE: (~samples.desirable).astype(np.int64),
-        }
+        assert samples.targets is not None, "the data were read with their labels"
+        desirable = samples.targets[:, 0].astype(np.int64)
+        examples = np.ones(len(samples), dtype=np.int64)
+        return {EXAMPLES: examples, DESIRABLE: desirable, UNDESIRABLE: examples - desirable}
 
     def output(self, batch: Batch) -> HeadOutput:
         return LogProbabilities()
@@ -75,7 +74,7 @@ class Kto(Objective):
         total, examples = batch["statistics"]
         point = (total / examples).clamp(min=0)
         ratios = sequence_sums(output, batch) - batch["reference"]
-        real, desirable = batch["is_real_sequence"], batch["desirable"]
+        real, desirable = batch["is_real_sequence"], batch["targets"][:, 0] > 0
         # Distance from the reference point, in the direction that the label wants.
         distance = torch.where(desirable, ratios - point, point - ratios)
         weights = torch.where(desirable, *self._weights)

@@ -1,7 +1,7 @@
 """Answers with a label that says whether they are desirable, as KTO learns from them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftkit.data.records.keys import LABEL_KEYS, Refusal, explain_differing, is_empty, short
@@ -26,7 +26,12 @@ class LabelReader(RecordReader):
             keys = f"{self._form.keys}, {next(key for key in LABEL_KEYS if key in row)}"
             self._form = dataclasses.replace(self._form, keys=keys)
         check_unweighted(rest, [record], "an answer with a label counts as a whole")
-        return record | {"desirable": desirable}
+        return record | {"target": [int(desirable)]}
+
+
+def label_text(target: Sequence[float]) -> str:
+    """Return the label of an answer in words, given its target."""
+    return "desirable" if target[0] else "undesirable"
 
 
 def label_of(row: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.objectives import ObjectiveRow
+from ftkit.recipe.objectives import ObjectiveRow, ScoreLabels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,7 @@ ROWS = (
         options=KtoOptions,
         above_0=("beta",),
         preference="labels",
+        target_size=1,
         shares_sequences=True,
         needs_reference=True,
         observes_mismatched=True,
@@ -123,6 +124,6 @@ ROWS = (
         options=RewardOptions,
         preference="pairs",
         shares_sequences=True,
-        scores=True,
+        scores=ScoreLabels(),
     ),
 )

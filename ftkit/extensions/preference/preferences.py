@@ -14,6 +14,7 @@ ROWS = (
         name="labels",
         reader_place="ftkit.extensions.preference.labels:LabelReader",
         renderer_place="ftkit.extensions.preference.rendering:LabelRenderer",
+        label_place="ftkit.extensions.preference.labels:label_text",
         turns="last",  # the one that the label is of
     ),
 )

@@ -75,7 +75,7 @@ class LabelRenderer(_PreferenceRenderer):
             if rendering.refused is None and len(rendering.samples) != 1:
                 yield Rendering(refused=ANSWERED_IN_PARTS)
                 continue
-            labelled = (one._replace(desirable=record["desirable"]) for one in rendering.samples)
+            labelled = (one._replace(target=(*record["target"],)) for one in rendering.samples)
             yield rendering._replace(samples=tuple(labelled))
 
     def example(self, record: Record) -> Example:

@@ -17,7 +17,7 @@ from ftkit.models.pretrained.places import hub_name
 from ftkit.recipe.adapter_types import LORA, type_title
 from ftkit.recipe.hubs import split_version
 from ftkit.recipe.implementations import HF, layout_in
-from ftkit.recipe.objectives import gives_scores
+from ftkit.recipe.objectives import scores_of
 from ftkit.recipe.recipe import Component
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
@@ -302,6 +302,11 @@ inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 print(model(**inputs).logits[0, 0].item())
 ```
 """
+_CLASSES = """
+inputs = tokenizer("Hello!", return_tensors="pt")
+print(model(**inputs).logits[0].tolist())
+```
+"""
 _USAGE_OF_SCORES: dict[CardKind, str] = {
     "adapter": f"""With PEFT, which finds the base model:
 
@@ -356,13 +361,15 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     rows = "\n".join(f"| {label} | {_cell(text)} |" for label, text in _rows(report, base, data))
     # Not sorted: in the order of the recipe's own keys.
     recipe = yaml.safe_dump(_shareable(report.recipe), sort_keys=False, allow_unicode=True)
-    scores = gives_scores(report.recipe.get("objective", _SFT))
+    scores = scores_of(report.recipe.get("objective", _SFT))
     media = None if report.resolved is None else report.resolved.heaviest_media
     is_whole = report.resolved is not None and report.resolved.kept_bytes
     special: Mapping[CardKind, str] = {}
     task = "text-generation"
-    if scores:
+    if scores is not None:
         special, task = _USAGE_OF_SCORES, "text-classification"
+        if not scores.is_reward:
+            special = _usage_of_classes(len(scores.names), report)
     elif media is not None and media.kind == "audio":
         special, task = _USAGE_WITH_AUDIO, "audio-text-to-text"
     elif media is not None:
@@ -384,6 +391,16 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
         f"## Licence\n\n{_licence_text(kind, base)}",
     ]
     return "\n".join(parts)
+
+
+def _usage_of_classes(count: int, report: Report) -> Mapping[CardKind, str]:
+    """The same of classifiers and regressions."""
+    code = _CLASSES if report.shape == "text" else _SCORE
+    code = code.replace("logits[0, 0].item()", "logits[0].tolist()")
+    return {
+        kind: usage.replace("num_labels=1", f"num_labels={count}").replace(_SCORE.lstrip(), code)
+        for kind, usage in _USAGE_OF_SCORES.items()
+    }
 
 
 def _asking(usage: str, report: Report) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ftkit.errors import UserError
 from ftkit.models.routing import RouterLoss
+from ftkit.recipe.objectives import ScoreLabels
 
 ModelLayout = str
 """Layout of a model's directory: hf, or the name of an implementation with a layout of its own."""
@@ -154,8 +155,8 @@ class Architecture(ABC):
     """Whether one network computes all families, so that none has code of its own to be tried."""
     experts_are_layers: ClassVar[bool] = False
     """Whether each expert has linear layers of its own, which adapters find like any others."""
-    scores: bool = False
-    """True for a reward model: its output layer has one row, which gives a sequence its score."""
+    scores: ScoreLabels | None = None
+    """What its output layer gives a sequence, a row for each score; None: logits of tokens."""
     encoder: str | None = None
     """MODULE:CLASS of the `ftkit.models.bodies.body.MediaEncoder` beside the language model; None:
     the model is given texts alone."""
@@ -312,7 +313,7 @@ class Architecture(ABC):
         if self.scores:
             width = shapes[HEAD][1]
             own = {name: shape for name, shape in shapes.items() if not name.startswith("lm_head.")}
-            return own | {HEAD: torch.Size((1, width))}
+            return own | {HEAD: torch.Size((len(self.scores.names), width))}
         if tied:
             del shapes[HEAD]
         return shapes
@@ -352,8 +353,8 @@ class Architecture(ABC):
         """Copy with another number of rows in embedding and head."""
 
     @abstractmethod
-    def with_score(self) -> Self:
-        """Copy whose output layer gives a score."""
+    def with_scores(self, scores: ScoreLabels) -> Self:
+        """Copy whose output layer gives scores."""
 
     def with_encoder(self, place: str, beside: tuple[str, ...] = ()) -> Self:
         """Copy that is given media, too.

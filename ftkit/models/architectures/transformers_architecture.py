@@ -50,6 +50,7 @@ from ftkit.models.architectures.transformers_outline import (
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.routing import RouterLoss
 from ftkit.recipe.implementations import TRANSFORMERS
+from ftkit.recipe.objectives import ScoreLabels
 
 _IN_ROWS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which only positions decide which tokens of its sequence a token sees."""
@@ -118,7 +119,7 @@ class TransformersArchitecture(Architecture):
     """Content of config.json."""
     depth: int | None = None
     """Number of blocks; None: as in the settings."""
-    scores: bool = False
+    scores: ScoreLabels | None = None
     encoder: str | None = None
     beside: tuple[str, ...] = ()
 
@@ -542,8 +543,8 @@ class TransformersArchitecture(Architecture):
     def with_vocabulary(self, size: int) -> Self:
         return dataclasses.replace(self, settings={**self.settings, "vocab_size": size})
 
-    def with_score(self) -> Self:
-        return dataclasses.replace(self, scores=True)
+    def with_scores(self, scores: ScoreLabels) -> Self:
+        return dataclasses.replace(self, scores=scores)
 
     def with_encoder(self, place: str, beside: tuple[str, ...] = ()) -> Self:
         return dataclasses.replace(self, encoder=place, beside=beside or self.beside)

@@ -92,6 +92,12 @@ def read_transformers_architecture(
     return architecture
 
 
+_TRAINED = (
+    "ftkit trains causal language models, also to classify texts (--objective classify). "
+    "Choose another model."
+)
+
+
 def _known_type(settings: Mapping[str, Any], name: str) -> str:
     """Return the model_type; refuse it if transformers has no causal language model of it."""
     model_type = settings.get("model_type")
@@ -109,7 +115,7 @@ def _known_type(settings: Mapping[str, Any], name: str) -> str:
     if causal_class_name(model_type) is None and whole_class_name(model_type) is None:
         raise UserError(
             f"{name} is of model_type {model_type!r}, of which transformers has no causal language "
-            "model. Choose another model."
+            f"model; {_TRAINED}"
         )
     return model_type
 
@@ -149,9 +155,7 @@ def _obstacle(architecture: TransformersArchitecture) -> str | None:
 
 
 def _refusal(name: str, obstacle: str) -> UserError:
-    return UserError(
-        f"{name} {obstacle}; ftkit trains causal language models. Choose another model."
-    )
+    return UserError(f"{name} {obstacle}; {_TRAINED}")
 
 
 def _obstacle_of_settings(settings: Mapping[str, Any]) -> str | None:

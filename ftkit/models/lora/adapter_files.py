@@ -37,7 +37,8 @@ from ftkit.recipe.peft_names import (
     CONFIG,
     NOTES_KEY,
     PARTS_KEY,
-    REWARD_TASK,
+    SCORE_TASK,
+    SCORES_KEY,
     TOKENS_KEY,
     WEIGHTS,
 )
@@ -172,7 +173,8 @@ def save_adapter(
     # A module within another one is named by that.
     outermost = (n for n in owners if not any(n.startswith(f"{other}.") for other in owners))
     config.modules_to_save = sorted(outermost) or None
-    config.task_type = REWARD_TASK if base.architecture.scores else "CAUSAL_LM"
+    scores = base.architecture.scores
+    config.task_type = "CAUSAL_LM" if scores is None else SCORE_TASK
     config.base_model_name_or_path = base.name if base.directory is None else str(base.directory)
     # As PEFT's own save_pretrained writes it; loading it for training resets it.
     config.inference_mode = True
@@ -180,6 +182,8 @@ def save_adapter(
         notes[BASE_KEY] = base_fingerprint
     if base.added_tokens:
         notes[TOKENS_KEY] = json.dumps(base.added_tokens)
+    if scores is not None and not scores.is_reward:
+        notes[SCORES_KEY] = json.dumps(dataclasses.asdict(scores))
     with new_directory(out) as partial:
         save_tensors(tensors, partial / WEIGHTS, notes)
         config.save_pretrained(str(partial))

@@ -34,6 +34,7 @@ from ftkit.models.pretrained.model_files import (
     is_licence,
     licence_files,
     read_json,
+    scores_in,
     weight_files,
 )
 from ftkit.models.pretrained.model_names import nearest_names, nearest_types
@@ -230,18 +231,11 @@ def _architecture_of(
     layout: ModelLayout,
     implementation: Implementation | None,
 ) -> Architecture:
-    """Read an architecture, and from config.json whether it is that of a reward model."""
+    """Read an architecture, and from config.json the scores that it gives."""
     architecture = read_architecture(directory, settings, name, layout, implementation)
     if not is_classifier(settings):
         return architecture
-    # Two is the default of transformers, which files therefore leave out.
-    labels = len(settings.get("id2label") or "01")
-    if labels != 1:
-        raise UserError(
-            f"{name} is a classifier with {labels} labels, but ftkit only knows those with one: "
-            "reward models. Choose another model."
-        )
-    return architecture.with_score()
+    return architecture.with_scores(scores_in(settings, name))
 
 
 def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:

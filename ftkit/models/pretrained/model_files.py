@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_args
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.stored_forms import quantized_weights, stored_form
 from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.implementations import HF, layout_in
+from ftkit.recipe.objectives import ProblemType, ScoreLabels
 from ftkit.utils.damaged_files import reading, require_regular
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -88,10 +90,37 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def is_classifier(settings: Mapping[str, Any]) -> bool:
-    """Return whether config.json describes a model that classifies sequences, as rewards do."""
+    """Return whether config.json describes a model that gives sequences scores."""
     named = settings.get("architectures")
     names = named if isinstance(named, list) else []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def scores_in(settings: Mapping[str, Any], name: str) -> ScoreLabels:
+    """Return the scores that the config.json of a classifier names.
+
+    Args:
+        settings: its content.
+        name: of the model, for errors.
+
+    Raises:
+        UserError: it names them otherwise than transformers.
+    """
+    # Two is the default of transformers, which files therefore leave out.
+    labels = settings.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    found = labels if isinstance(labels, dict) else {}
+    named = [found.get(str(place)) for place in range(len(found))]
+    names = tuple(str(one) for one in named if isinstance(one, str | int))
+    if not found or len({*names}) < len(found):
+        raise UserError(
+            f"id2label in the config.json of {name} has to be an object with a name for each of "
+            "0, 1 and so on, all different. Take it from the same model."
+        )
+    problem = settings.get("problem_type")
+    is_one_class = len(names) == 1 and problem == "single_label_classification"
+    if problem not in get_args(ProblemType) or is_one_class:  # as of a reward model
+        return replace(ScoreLabels.unnamed(len(names)), names=names)
+    return ScoreLabels(names=names, problem_type=problem)
 
 
 def weight_files(directory: Path) -> list[Path]:

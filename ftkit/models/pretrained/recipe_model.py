@@ -16,19 +16,19 @@ def base_for(base: BaseModel, recipe: Recipe) -> BaseModel:
     """Return the model that a recipe trains, with its tokens, its head and its trained parts.
 
     Raises:
-        UserError: the objective needs logits and the base is a reward model, or the model cannot
+        UserError: the objective needs logits and the base gives scores, or the model cannot
             have what the recipe asks for.
     """
     base = with_added_tokens(base, recipe.added_tokens)
-    if objective_rules(recipe.objective).scores:
-        from ftkit.models.pretrained.reward_model import as_reward_model
+    if (scores := objective_rules(recipe.objective).scores) is not None:
+        from ftkit.models.pretrained.scored_model import as_scored
 
-        return as_reward_model(base)
-    if base.architecture.scores:
+        return as_scored(base, scores)
+    if (found := base.architecture.scores) is not None:
         raise UserError(
-            f"checkpoint_dir {base.name} is a reward model, which gives sequences a score and "
+            f"checkpoint_dir {base.name} is {found.noun}, which gives sequences scores and "
             f"predicts no tokens, but objective is {recipe.objective['class_path']}. Try "
-            "--objective reward, or the model that it was made of."
+            f"--objective {found.objective['class_path']}, or the model that it was made of."
         )
     return with_trained_parts(base, recipe)
 

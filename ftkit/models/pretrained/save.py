@@ -83,7 +83,7 @@ def save_hf(
 ) -> None:
     """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
 
-    A reward model is written for `AutoModelForSequenceClassification`.
+    A model with scores is written for `AutoModelForSequenceClassification`.
 
     The directory appears complete or not at all. Memory holds one shard at a time.
 
@@ -130,9 +130,9 @@ def save_hf(
         else:
             settings |= facts_of_weights(settings, base, dtype, tied=is_now_tied)
             if base.architecture.scores:
-                from ftkit.models.pretrained.reward_model import reward_settings
+                from ftkit.models.pretrained.scored_model import score_settings
 
-                settings |= reward_settings(base, others or {})
+                settings |= score_settings(base, others or {})
             # Without these keys, transformers assumes the defaults of the family.
             settings.setdefault("bos_token_id", base.tokenizer.bos_id)
             settings.setdefault("eos_token_id", base.tokenizer.eos_id)
@@ -251,7 +251,7 @@ def chat_files(base: BaseModel, template: str, stop_ids: Collection[int]) -> dic
     own = dict(companions(base))
     files = {CHAT_TEMPLATE: template.encode(), GENERATION: _generation(base, own, stop_ids)}
     if base.architecture.scores:
-        from ftkit.models.pretrained.reward_model import tokenizer_settings
+        from ftkit.models.pretrained.scored_model import tokenizer_settings
 
         own[TOKENIZER_CONFIG] = _as_json(tokenizer_settings(base, own, stop_ids))
         files[TOKENIZER_CONFIG] = own[TOKENIZER_CONFIG]

@@ -457,12 +457,15 @@ def test_answers_with_one_label_alone_are_a_finding(
     if remedy:
         assert says(only(seen, "one_label").advice, f"label is {remedy}")
     numbers = seen.sources[0].train
-    assert numbers.desirable == {"false": 38, "true": 0}.get(remedy, numbers.desirable)
+    assert numbers.labels == {
+        "false": {"desirable": 38},
+        "true": {"undesirable": 38},
+    }.get(remedy, numbers.labels)
     shown = seen.samples[0]
     number = re.search(r"number (\d+)", "".join(shown.texts))
     assert number is not None
     label = labels[int(number[1]) % len(labels)]
-    assert shown.desirable is bool(label)
+    assert shown.label == ("desirable" if label else "undesirable")
 
 
 @pytest.mark.extensions

@@ -43,7 +43,7 @@ LENGTHS = Lengths(
 SPLIT = SplitNumbers(
     records=12, used=10, left_out=[LeftOut(reason="no output", records=2, example='{"a": 1}')],
     samples=10, truncated=2, dropped=0, short=0, split=0, split_by_turn=0,
-    tokens=50, trained_tokens=20, weights=None, desirable=None, lost_tokens=32,
+    tokens=50, trained_tokens=20, weights=None, labels={}, lost_tokens=32,
     lengths=LENGTHS,
 )  # fmt: skip
 SOURCE = SourceNumbers(
@@ -59,7 +59,7 @@ def make_sample(
     trained: str,
     *,
     answer: Answer | None = None,
-    desirable: bool | None = None,
+    label: str | None = None,
     shared: int = 0,
 ) -> ShownSample:
     """A sample whose tokens are trained where there is an x, and with weight 0.5 at a 2."""
@@ -67,7 +67,7 @@ def make_sample(
         source="chats",
         number=4,
         answer=answer,
-        desirable=desirable,
+        label=label,
         shared=shared,
         ids=list(range(len(texts))),
         texts=list(texts),
@@ -127,8 +127,9 @@ def test_both_answers_of_a_pair_follow_their_prompt() -> None:
 
 def test_the_label_of_an_answer_is_beside_its_number() -> None:
     prompt, answer = ["<|user|>", "Red", "?", "\n"], ["Yes", "<|end|>"]
-    samples = [make_sample(prompt + answer, "....xx", desirable=label) for label in (True, False)]
-    numbers = dataclasses.replace(SPLIT, desirable=7)
+    labels = ("desirable", "undesirable")
+    samples = [make_sample(prompt + answer, "....xx", label=label) for label in labels]
+    numbers = dataclasses.replace(SPLIT, labels={"desirable": 7, "undesirable": 3})
     source = dataclasses.replace(SOURCE, train=numbers)
     seen = dataclasses.replace(make_inspection(*samples), sources=[source])
     text, page = plain_text(InspectionText(seen)), inspection_page(seen)

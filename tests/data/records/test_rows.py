@@ -99,7 +99,7 @@ def read(file: Path, *rows: dict[str, str], **options: Any) -> RecordSet:
 def test_a_label_in_a_cell_is_one(tmp_path: Path, true: str, false: str) -> None:
     rows = [{"prompt": "2 + 2?", "completion": "4", "label": label} for label in (true, false)]
     found = read(tmp_path / "a.csv", *rows, preference="labels")
-    assert [record["desirable"] for record in found.train] == [True, False]
+    assert [record["target"] for record in found.train] == [[1], [0]]
 
 
 @pytest.mark.extensions

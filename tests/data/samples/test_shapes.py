@@ -90,7 +90,7 @@ def one_each(weight: float = 1.0) -> SampleSet:
 
 def with_labels() -> SampleSet:
     lengths = 2 + alpaca_like(COUNT + HELD_OUT)
-    return SampleSet.of(rendered(int(n), i, desirable=i % 2 == 0) for i, n in enumerate(lengths))
+    return SampleSet.of(rendered(int(n), i, target=(i % 2 == 0,)) for i, n in enumerate(lengths))
 
 
 def pairs() -> SampleSet:
@@ -167,7 +167,7 @@ def test_all_micro_batches_of_a_run_have_one_of_a_few_shapes(
     for one in batches:
         del one["divisors"]
         if kind not in MISMATCHED:  # nothing reads it; micro-batches of fillers alone have it
-            one.pop("desirable", None)
+            one.pop("targets", None)
     assert len({signature(one) for one in batches}) <= MOST_LENGTHS * (1 + (kind in MISMATCHED))
     assert len({one["input_ids"].shape for one in batches}) <= MOST_LENGTHS
     labels = {(one["input_ids"].shape, len(one["labels"])) for one in batches}

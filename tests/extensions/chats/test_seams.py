@@ -123,7 +123,7 @@ def test_answers_of_pairs_and_labels_are_divided_too(kind: str, tmp_path: Path) 
         ((first, last),) = sample.trained
         assert text(tokenizer, sample.ids[first:last]).strip() == f"{answer}</s>"
     labels = renderer(tokenizer, "messages", **rules, preference="labels")
-    (rendering,) = labels.render([{**chosen, "desirable": True}])
+    (rendering,) = labels.render([{**chosen, "target": [1]}])
     assert (
         rendering.samples[0].ids
         == samples_of(pairs, {"chosen": chosen, "rejected": rejected})[0].ids

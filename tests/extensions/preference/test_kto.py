@@ -29,7 +29,7 @@ def example_batch(examples: range, point: float, *, filler: bool = False) -> tup
         "lengths": (4,) * len(real),
         "label_sequences": torch.arange(len(examples)).repeat_interleave(2),
         "is_real_sequence": torch.tensor(real),
-        "desirable": torch.tensor([LABELS[i] for i in examples] + [False] * filler),
+        "targets": torch.tensor([[float(LABELS[i])] for i in examples] + [[0.0]] * filler),
         "reference": torch.tensor([-3.0] * len(examples) + [0.0] * filler, dtype=torch.float64),
         "statistics": torch.tensor([point * 4, 4.0], dtype=torch.float64),
     }
@@ -96,7 +96,7 @@ def samples_with_labels(count: int) -> SampleSet:
     """Their prompts and answers are of different lengths and name the sample."""
     return SampleSet.of(
         Rendered([i] * (2 + i % 3) + [100 + i] * (1 + i % 4), ((2 + i % 3, 3 + i % 3 + i % 4),),
-                 desirable=i % 2 == 0)
+                 target=(i % 2 == 0,))
         for i in range(count)
     )  # fmt: skip
 

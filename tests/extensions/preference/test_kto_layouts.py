@@ -264,8 +264,9 @@ def test_validation_is_the_formula_on_models_of_transformers(
     point = max(float(np.mean([ratio(one) for one in shifted])), 0)
 
     def loss(sample: Sample) -> float:
-        distance = (ratio(sample) - point) * (1 if sample.desirable else -1)
-        weight = 1 if sample.desirable else 1.5
+        assert sample.target is not None
+        distance = (ratio(sample) - point) * (1 if sample.target[0] else -1)
+        weight = 1 if sample.target[0] else 1.5
         return weight * (1 - 1 / (1 + math.exp(-0.5 * distance)))
 
     expected = np.mean([loss(one) for one in known])

@@ -31,13 +31,13 @@ def test_labels_of_other_programs_are_read(name: str, desirable: bool) -> None:
     reader = reader_of(preference="labels")
     (record,) = reader.records([(1, row)], str)
     form = reader.finish("data")
-    assert record["desirable"] is desirable
+    assert record["target"] == [desirable]
     assert form.shape == shape
     assert form.keys.endswith(key)
     assert not reader.unused.names
     plain = {name: value for name, value in row.items() if name != key}
     (expected,) = RecordReader().records([(1, plain)], str)
-    assert record == expected | {"desirable": desirable}
+    assert record == expected | {"target": [desirable]}
 
 
 @pytest.mark.parametrize(

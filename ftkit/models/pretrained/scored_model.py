@@ -1,7 +1,7 @@
-"""Reward models: a language model with a new output layer that gives a sequence one score.
+"""Models that give sequences scores: a language model with a new output layer.
 
-Files are those of transformers' AutoModelForSequenceClassification with one label, whose score is
-that of the last token of a sequence that is not padding.
+Files are those of transformers' AutoModelForSequenceClassification, whose scores are those of the
+last token of a sequence that is not padding.
 """
 
 import json
@@ -14,33 +14,48 @@ from ftkit.models.architectures.architecture import HEAD, SCORE
 from ftkit.models.meta_device import on_meta_device
 from ftkit.models.pretrained.base_model import BaseModel
 from ftkit.models.pretrained.model_files import TOKENIZER_CONFIG
+from ftkit.recipe.objectives import ScoreLabels
 
 _PADDING = ("pad_token", "unk_token", "bos_token")
 """Keys of tokens that may stand for padding, the first best."""
 
 
-def as_reward_model(base: BaseModel) -> BaseModel:
-    """Return a model whose output layer gives a score; a reward model stays as it is.
+def as_scored(base: BaseModel, scores: ScoreLabels) -> BaseModel:
+    """Return a model whose output layer gives scores; one that has them keeps it.
 
     Raises:
-        UserError: transformers has no such model.
+        UserError: transformers has no such model, or it gives other scores.
     """
-    if base.architecture.scores:
-        return base
-    architecture = base.architecture.with_score()
+    if (own := base.architecture.scores) is not None:
+        if own == scores:
+            return base
+        # One score is learned on, whatever it has meant.
+        if len(own.names) == len(scores.names) == 1:
+            return replace(base, architecture=base.architecture.with_scores(scores))
+        raise UserError(
+            f"checkpoint_dir {base.name} is {own.noun} whose scores are {_listed(own)}, but "
+            f"those of the objective are {_listed(scores)}. Choose the model that it was made of, "
+            f"or an objective with its scores: {json.dumps(own.objective)}."
+        )
+    architecture = base.architecture.with_scores(scores)
     found = replace(base, architecture=architecture, tied=False, source=base)
     name = architecture.class_name
     if not name or base.architecture.rest_shapes or not _has_our_names(found, name):
         raise UserError(
             f"checkpoint_dir {base.name}: transformers has no model of this architecture "
-            f"({base.architecture.class_name or base.architecture.name}) that gives sequences a "
-            "score, so a reward model could not be saved. Choose another model."
+            f"({base.architecture.class_name or base.architecture.name}) that gives sequences "
+            f"scores, so {scores.noun} could not be saved. Choose another model."
         )
     return found
 
 
+def _listed(scores: ScoreLabels) -> str:
+    first = ", ".join(scores.names[:5])
+    return f"{first} and {len(scores.names) - 5} more" if len(scores.names) > 5 else first
+
+
 def _has_our_names(base: BaseModel, class_name: str) -> bool:
-    """Return whether a class of transformers has the parameters of a reward model."""
+    """Return whether a class of transformers has the parameters of a model with scores."""
     import transformers
 
     settings = base.settings or base.architecture.settings_in("hf")
@@ -49,7 +64,8 @@ def _has_our_names(base: BaseModel, class_name: str) -> bool:
         return False
     fields = {key: value for key, value in settings.items() if key != "auto_map"}
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    config.num_labels = 1
+    assert base.architecture.scores is not None
+    config.num_labels = len(base.architecture.scores.names)
     with on_meta_device():
         model = getattr(transformers, class_name)(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -89,7 +105,7 @@ def padding_token(base: BaseModel, stop_ids: Collection[int]) -> str:
 def tokenizer_settings(
     base: BaseModel, own: Mapping[str, bytes], stop_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Settings of the tokenizer of a reward model, with its token for padding.
+    """Settings of the tokenizer of a model with scores, with its token for padding.
 
     Args:
         base: the model.
@@ -100,8 +116,8 @@ def tokenizer_settings(
     return {**settings, "pad_token": padding_token(base, stop_ids)}
 
 
-def reward_settings(base: BaseModel, others: Mapping[str, bytes]) -> dict[str, Any]:
-    """Entries of config.json by which transformers loads a reward model.
+def score_settings(base: BaseModel, others: Mapping[str, bytes]) -> dict[str, Any]:
+    """Entries of config.json by which transformers loads a model with scores.
 
     Args:
         base: the model.
@@ -109,9 +125,12 @@ def reward_settings(base: BaseModel, others: Mapping[str, bytes]) -> dict[str, A
     """
     named = json.loads(others.get(TOKENIZER_CONFIG, b"{}")).get("pad_token")
     text = named if isinstance(named, str) else padding_token(base, ())
+    scores = base.architecture.scores
+    assert scores is not None
     return {
         "architectures": [base.architecture.class_name],
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
+        "id2label": {str(number): name for number, name in enumerate(scores.names)},
+        "label2id": {name: number for number, name in enumerate(scores.names)},
         "pad_token_id": base.tokenizer.token_id(text),
+        **({"problem_type": scores.problem_type} if scores.problem_type else {}),
     }

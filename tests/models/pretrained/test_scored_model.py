@@ -1,5 +1,6 @@
 """Reward models: made of language models, written for transformers, and read again."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,9 @@ from ftkit.models.language_model import outline_plain
 from ftkit.models.load_weights import initial_score
 from ftkit.models.pretrained.base_model import BaseModel, fingerprint, open_base, weights
 from ftkit.models.pretrained.recipe_model import base_for
-from ftkit.models.pretrained.reward_model import as_reward_model, padding_token
 from ftkit.models.pretrained.save import chat_files, save_hf
+from ftkit.models.pretrained.scored_model import as_scored, padding_token
+from ftkit.recipe.objectives import ScoreLabels
 from ftkit.recipe.recipe import Component, Recipe
 
 SEQUENCES = [[0, 7, 9, 1], [0, 30, 2, 4, 8, 1]]
@@ -39,6 +41,8 @@ WITHOUT_SCORES = {
     "olmoe",
 }
 """Families of which transformers has no such class."""
+
+REWARD = ScoreLabels()
 
 
 def with_score(base: BaseModel) -> Iterator[tuple[str, Tensor]]:
@@ -81,7 +85,7 @@ def check_family(
 ) -> None:
     original = make_transformers_model(directory / "base", name, **changes)
     base = open_base(str(original), implementation)
-    reward = as_reward_model(base)
+    reward = as_scored(base, REWARD)
     saved(reward, directory / "saved")
     expected = scores_of(reward)
     assert scores_of_transformers(directory / "saved") == pytest.approx(expected, abs=1e-5)
@@ -102,13 +106,13 @@ def test_every_family_gives_the_same_scores_or_is_refused(name: str, tmp_path: P
         check_family(tmp_path, name, "transformers")
         return
     base = open_base(str(make_transformers_model(tmp_path, name)), "transformers")
-    assert says(message_of(as_reward_model, base), "checkpoint_dir", "score")
+    assert says(message_of(as_scored, base, REWARD), "checkpoint_dir", "score")
 
 
 def test_a_reward_model_has_the_fingerprint_of_what_it_is_made_of(tiny_base: Path) -> None:
     base = open_base(str(tiny_base))
-    assert fingerprint(as_reward_model(base)) == fingerprint(base)
-    assert as_reward_model(as_reward_model(base)).source == base
+    assert fingerprint(as_scored(base, REWARD)) == fingerprint(base)
+    assert as_scored(as_scored(base, REWARD), REWARD).source == base
 
 
 def test_the_score_starts_by_the_seed_alone() -> None:
@@ -123,7 +127,7 @@ def make_tokenizer_config(directory: Path, **changes: Any) -> BaseModel:
     base = make_llama(directory / "base")
     file = base / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return as_reward_model(open_base(str(base)))
+    return as_scored(open_base(str(base)), REWARD)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_padding_is_a_token_that_no_sequence_ends_with(
 
 
 def test_without_any_special_token_padding_is_a_rare_one(tiny_base: Path) -> None:
-    base = as_reward_model(open_base(str(tiny_base)))
+    base = as_scored(open_base(str(tiny_base)), REWARD)
     ends = {0, 1}
     found = base.tokenizer.token_id(padding_token(base, ends))
     assert found is not None and found not in ends
@@ -161,16 +165,23 @@ def recipe_of(objective: str) -> Recipe:
 
 @pytest.mark.extensions
 def test_a_reward_model_is_trained_on_as_one_alone(tiny_base: Path, tmp_path: Path) -> None:
-    saved(as_reward_model(open_base(str(tiny_base))), tmp_path / "saved")
+    saved(as_scored(open_base(str(tiny_base)), REWARD), tmp_path / "saved")
     again = open_base(str(tmp_path / "saved"))
     assert base_for(again, recipe_of("reward")) is again
     refusal = message_of(base_for, again, recipe_of("dpo"))
     assert says(refusal, "saved", "reward", "dpo", "--objective reward")
 
 
-def test_classifiers_with_several_labels_are_refused(tiny_base: Path, tmp_path: Path) -> None:
-    saved(as_reward_model(open_base(str(tiny_base))), tmp_path / "saved")
-    file = tmp_path / "saved/config.json"
-    labels = {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | labels))
-    assert says(message_of(open_base, str(tmp_path / "saved")), "saved", "2 labels", "reward")
+def test_a_classifier_keeps_its_labels_and_is_trained_on_with_these_alone(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    scores = ScoreLabels(names=("good", "bad"), problem_type="single_label_classification")
+    base = as_scored(open_base(str(tiny_base)), scores)
+    score = initial_score(torch.Size((2, 64)), seed=3)
+    save_hf(base, [*weights(base), (HEAD, score)], tmp_path / "saved")
+    settings = json.loads((tmp_path / "saved/config.json").read_text())
+    assert settings["label2id"] == {"good": 0, "bad": 1}
+    again = open_base(str(tmp_path / "saved"))
+    assert again.architecture.scores == scores and as_scored(again, scores) is again
+    refusal = message_of(as_scored, again, dataclasses.replace(scores, names=("bad", "good")))
+    assert says(refusal, "saved", "good, bad", "bad, good", "objective")

@@ -1,0 +1,1 @@
+"""Heads that give texts classes or values: the objective classify."""
