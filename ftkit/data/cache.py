@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
 # Raised when the files of an entry change: entries that are older then have other addresses.
-_CACHE_FORMAT = 4
+_CACHE_FORMAT = 5
 _LIBRARIES = ("sentencepiece", "tokenizers")
 """Libraries that make texts and tokens: another version may make others."""
 _CODE = ("data", "models/chat_templates", "models/pretrained/tokenizer.py")
