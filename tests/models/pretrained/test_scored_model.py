@@ -106,7 +106,7 @@ def test_every_family_gives_the_same_scores_or_is_refused(name: str, tmp_path: P
         check_family(tmp_path, name, "transformers")
         return
     base = open_base(str(make_transformers_model(tmp_path, name)), "transformers")
-    assert says(message_of(as_scored, base, REWARD), "checkpoint_dir", "score")
+    assert says(message_of(as_scored, base, REWARD), "checkpoint_dir", "scores")
 
 
 def test_a_reward_model_has_the_fingerprint_of_what_it_is_made_of(tiny_base: Path) -> None:
