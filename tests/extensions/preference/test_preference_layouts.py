@@ -25,7 +25,8 @@ KINDS: dict[str, tuple[Method, Changes]] = {
     "adapter": ("lora", DPO),
     "full": ("full", DPO),
     "orpo": ("full", (("objective", "orpo"), ("objective.weight", 0.5))),
-    "simpo": ("lora", (("objective", "simpo"),)),
+    # One gradient is as small as what rounding leaves: see eps in rank_jobs.py.
+    "simpo": ("lora", (("objective", "simpo"), ("optimizer.eps", 1e-6))),
     "per token, with SFT": ("lora", (*DPO, ("objective.loss", "ipo"), ("objective.sft_weight", 1))),
     "robust": ("lora", (*DPO, ("objective.loss", "robust"), ("objective.label_noise", 0.1))),
     "whole layers": ("lora", (*DPO, ("lora_modules_to_save", "[embed_tokens]"))),
