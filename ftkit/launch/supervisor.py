@@ -296,7 +296,7 @@ def prepare_run(
     # Settings that need nothing but this machine come first: a refusal takes a moment.
     require_provider(recipe.out_dir)
     if recipe.resume is not False:
-        # Without it there is no start, for which alone the others are called.
+        # Only a run that continues another one calls these.
         from ftkit.runs.restarts import restarts_of
         from ftkit.runs.resume import (
             check_plugin,

@@ -45,7 +45,7 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What validation reports that is no mean: a function of sums over all samples."""
+    """A number of validation that is computed from sums over all samples, such as F1."""
 
     name: str
     """Name in reports."""
@@ -158,6 +158,7 @@ class Objective(ABC):
         Args:
             tallies: [numbers], summed over all samples, on the host.
         """
+        # Not abstract, as `tallies`.
         raise NotImplementedError
 
     def statistics(self, output: Tensor, batch: Batch) -> Tensor:

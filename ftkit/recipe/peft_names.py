@@ -11,7 +11,7 @@ BASE_KEY = "ftkit_base"
 TOKENS_KEY = "ftkit_tokens"
 """Key in the header of an adapter of the tokens that were added to its base model."""
 SCORES_KEY = "ftkit_scores"
-"""Key in the header of an adapter of the scores of its model, if it is no reward model."""
+"""Key in the header of WEIGHTS with the scores of a classifier; reward models have none."""
 PARTS_KEY = "parts"
 """Among the notes: Hugging Face's names of fused layers, each with our layers in order."""
 HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")

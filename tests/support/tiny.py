@@ -3,10 +3,13 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+if TYPE_CHECKING:
+    from ftkit.recipe.objectives import ScoreLabels
 
 WORDS = ["red", "blue", "green", "cat", "dog", "sun", "moon", "tree"]
 TEXT = "Below is an instruction that describes a task. Write a response. ### Instruction: Input: "
@@ -152,3 +155,17 @@ def make_classified(count: int, problem: str, seed: int = 0) -> list[dict[str, A
         labels = {"regression": len(words) / 4, "multi_label_classification": several}
         rows.append({"text": " ".join(words), "label": labels.get(problem, kind)})
     return rows
+
+
+def make_scored_model(directory: Path, scores: "ScoreLabels") -> Path:
+    """A tiny model that gives sequences scores, in Hugging Face layout, without a run."""
+    from ftkit.models.architectures.architecture import HEAD
+    from ftkit.models.load_weights import initial_score
+    from ftkit.models.pretrained.base_model import open_base, weights
+    from ftkit.models.pretrained.save import save_hf
+    from ftkit.models.pretrained.scored_model import as_scored
+
+    base = as_scored(open_base(str(make_llama(directory / "base"))), scores)
+    head = initial_score(base.architecture.parameter_shapes(tied=False)[HEAD], seed=1)
+    save_hf(base, [*weights(base), (HEAD, head)], directory / "model")
+    return directory / "model"

@@ -98,7 +98,11 @@ class Classify(Objective):
         return {F1_MACRO: f1_macro(right, found, labelled)}
 
     def _of_sequences(self, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """[sequences, ...] scores in float32 and targets, and whether each is no filler."""
+        """Scores and targets of sequences, and which are real.
+
+        Returns:
+            [sequences, ...] float32, [sequences, ...], and [sequences] bool, false for fillers.
+        """
         # A sequence has one label, at its last token.
         scores = sequence_sums(output, batch).float()
         targets: Tensor = batch["targets"]

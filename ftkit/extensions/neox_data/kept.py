@@ -46,7 +46,8 @@ def kept_arrays(
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(SampleCache(directory.parent).building(name, waiting))
-        except (OSError, NotImplementedError):  # it cannot be written, or lacks locks
+        # NotImplementedError: filelock 3.16 raises it on file systems without flock.
+        except (OSError, NotImplementedError):
             return make()
         if (found := _mapped(directory)) is not None:
             return found  # another process made them while this one waited

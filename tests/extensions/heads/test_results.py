@@ -6,19 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from messages import message_of, says
-from tiny import make_llama
+from tiny import make_scored_model
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data
 from ftkit.data.samples.sample_set import SampleSet
 from ftkit.evaluation.result import find_result
-from ftkit.models.architectures.architecture import HEAD
-from ftkit.models.load_weights import initial_score
-from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.save import save_hf
-from ftkit.models.pretrained.scored_model import as_scored
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.objectives import ScoreLabels, objective_rules
 from ftkit.recipe.recipe import Component
@@ -31,10 +25,7 @@ USER, ANSWER = {"role": "user", "content": "Red?"}, {"role": "assistant", "conte
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier without a run."""
     directory = tmp_path_factory.mktemp("classifier")
-    base = as_scored(open_base(str(make_llama(directory / "base"))), SCORES)
-    score = initial_score(torch.Size((2, 64)), seed=1)
-    save_hf(base, [*weights(base), (HEAD, score)], directory / "model")
-    return directory / "model"
+    return make_scored_model(directory, SCORES)
 
 
 def samples_of(

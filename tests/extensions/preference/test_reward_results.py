@@ -4,30 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from messages import message_of, says
-from tiny import make_llama, make_pairs
+from tiny import make_pairs, make_scored_model
 
 from ftkit.cli.app import run
 from ftkit.evaluation.result import find_result
-from ftkit.models.architectures.architecture import HEAD
-from ftkit.models.load_weights import initial_score
-from ftkit.models.pretrained.base_model import open_base, weights
-from ftkit.models.pretrained.save import save_hf
-from ftkit.models.pretrained.scored_model import as_scored
 from ftkit.recipe.objectives import ScoreLabels
-
-REWARD = ScoreLabels()
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model without a run."""
     directory = tmp_path_factory.mktemp("reward")
-    base = as_scored(open_base(str(make_llama(directory / "base"))), REWARD)
-    score = initial_score(torch.Size((1, 64)), seed=1)
-    save_hf(base, [*weights(base), (HEAD, score)], directory / "model")
-    return directory / "model"
+    return make_scored_model(directory, ScoreLabels())
 
 
 @pytest.fixture(scope="module")
