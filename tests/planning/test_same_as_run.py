@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs import WITHOUT_EVALUATION, Run, command_of
 from tiny import make_records
-from warm import PREDICTS
+from warm import WHOLE
 
 from ftkit.cli.app import run
 from ftkit.runs.report.report import read_report
@@ -54,7 +54,7 @@ def test_plan_and_report_give_the_same_peak(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(PREDICTS, "yes")
+    monkeypatch.setenv(WHOLE, "yes")
     changes = CASES.get(case, {})
     if case == WEIGHTED:
         data = tmp_path / "weighted.json"

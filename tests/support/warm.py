@@ -8,7 +8,8 @@ on its PYTHONPATH, and else has them as the server imported them, with the parse
 it would make: commands and what they start have modules of their own, so that no rank has what its
 command has changed in its own. It has no files open but those it
 was given, and the command line and the environment that the system shows of it are its own. Only
-its memory is not predicted at the end of a run, unless a test asks for that (`PREDICTS`).
+its memory is not predicted at the end of a run, nor are answers to examples longer than a few
+tokens, unless a test asks for both (`WHOLE`).
 """
 
 import atexit
@@ -57,8 +58,12 @@ PYTHON_FLAGS = {"-P", "-u"}
 RANK = "ftkit.training.rank"
 COMMANDS = ("ftkit.cli.app", "ftkit.cli.parser", "ftkit.launch.supervisor")
 """What the command imports for a run; other commands import the rest themselves."""
-PREDICTS = "TESTS_PREDICT_MEMORY"
-"""Variable with which a rank predicts its memory at the end, which takes longer than such a run."""
+WHOLE = "TESTS_WHOLE_RANKS"
+"""Variable with which a rank leaves nothing out. By default it does not predict its memory at the
+end, which takes longer than a tiny run."""
+MOST_TOKENS = 8
+"""Longest answer of a rank to an example: a hundred tokens take as long as all else of such a run,
+and a tiny model ends none before."""
 
 _popen = subprocess.Popen
 _execute = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
@@ -194,9 +199,11 @@ def _interpret(words: list[str], begun_by_server: bool) -> None:
             sys.modules.pop(rest[0], None)  # it is run anew
     with suppress(ModuleNotFoundError):
         import_module("sitecustomize")
-    if (kind, rest[0]) == ("-m", RANK) and PREDICTS not in os.environ:
+    if (kind, rest[0]) == ("-m", RANK) and WHOLE not in os.environ:
         memory: Any = import_module("ftkit.planning.memory")
         memory.predict_measured = _without_prediction
+        evaluator: Any = import_module("ftkit.training.evaluator")
+        evaluator.answer_records = _shortly(evaluator.answer_records)
     main = sys.modules["__main__"] = type(sys)("__main__")
     if kind == "-c":
         sys.argv[:] = ["-c", *rest[1:]]
@@ -211,6 +218,13 @@ def _interpret(words: list[str], begun_by_server: bool) -> None:
 
 def _without_prediction(base: str, beside: str | None, plan: Any, measured: Any, *_: Any) -> Any:
     return measured
+
+
+def _shortly(answer: Callable[..., Any]) -> Callable[..., Any]:
+    def answered(*arguments: Any, max_new_tokens: int, **options: Any) -> Any:
+        return answer(*arguments, max_new_tokens=min(max_new_tokens, MOST_TOKENS), **options)
+
+    return answered
 
 
 def _leave_with(program: Callable[[], None]) -> NoReturn:

@@ -179,7 +179,7 @@ def test_each_cell_of_a_notebook_runs_in_a_kernel(notebook: Path, tmp_path: Path
     """The kernel and what it starts are forks of a process that has imported the libraries."""
     command = [sys.executable, "-c", KERNEL, str(notebook)]
     # Some show the memory that a run's report predicts.
-    environment = command_environment() | {warm.PREDICTS: "1"}
+    environment = command_environment() | {warm.WHOLE: "1"}
     program = warm.SERVER.start(command, environment, cwd=tmp_path)
     out, err = program.communicate(timeout=900)
     assert program.returncode == 0, out + err

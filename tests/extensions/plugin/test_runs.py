@@ -9,7 +9,7 @@ from command import command_environment, command_line
 from messages import says
 from plugins import documented, write_documented
 from runs import TIMEOUT_S, losses, start
-from warm import PREDICTS
+from warm import WHOLE
 
 from ftkit.recipe.parsing import read_recipe
 from ftkit.runs.directory import RunDirectory
@@ -37,7 +37,7 @@ KEYS = {
 
 def ftkit(directory: Path, *words: object) -> tuple[int, str]:
     """Exit code and output of a command in a directory."""
-    environment = command_environment() | {PREDICTS: "yes"}
+    environment = command_environment() | {WHOLE: "yes"}
     process = start(command_line(*words), directory, environment)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode is not None
