@@ -251,7 +251,7 @@ def write_job(case: Case, world_size: int, out_dir: Path, base: Path, data: Path
         "train.max_seq_length": 200,
         "eval.interval": 5,
         "eval.initial_validation": True,
-        "eval.max_new_tokens": 6,
+        "eval.max_new_tokens": 3,
         "eval.exact_match": 3,
         "eval.rouge_l": 4,
         "optimizer.lr": 3e-3,

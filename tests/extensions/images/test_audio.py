@@ -17,7 +17,7 @@ from ftkit.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 
-STEPS, CUT, RATE, EPS = 6, 3, 2e-3, 1e-5
+STEPS, CUT, RATE, EPS = 4, 2, 2e-3, 1e-5
 Evaluate = Callable[[Path, Path], float]
 
 

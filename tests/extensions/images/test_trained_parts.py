@@ -17,7 +17,7 @@ from ftkit.recipe.recipe import Method
 
 pytestmark = pytest.mark.slow
 
-STEPS, CUT, RATE, EPS, DECAY = 6, 3, 2e-3, 1e-5, 0.1
+STEPS, CUT, RATE, EPS, DECAY = 4, 2, 2e-3, 1e-5, 0.1
 PROJECTOR, TOWER = ("projector",), ("tower",)
 BOTH = PROJECTOR + TOWER
 NAMES: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {
