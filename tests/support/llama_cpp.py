@@ -1,9 +1,11 @@
-"""llama.cpp's own converters, where their source is, and what their files hold beside ours.
+"""llama.cpp's own converters and llama.cpp itself, where they are, and what their files hold.
 
-They are in vendor/llama.cpp of the source package of llama-cpp-python, which pip downloads
-(--no-deps --no-binary :all:); FTKIT_LLAMA_CPP names that directory.
+The converters are in vendor/llama.cpp of the source package of llama-cpp-python, which pip
+downloads (--no-deps --no-binary :all:); FTKIT_LLAMA_CPP names that directory. FTKIT_LLAMA_CPP_PYTHON
+names the interpreter of an environment where that package is installed.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +19,10 @@ import pytest
 VARIABLE = "FTKIT_LLAMA_CPP"
 needs_llama_cpp = pytest.mark.skipif(
     not os.environ.get(VARIABLE), reason=f"{VARIABLE} does not name the source of llama.cpp"
+)
+PYTHON = "FTKIT_LLAMA_CPP_PYTHON"
+runs_llama_cpp = pytest.mark.skipif(
+    not os.environ.get(PYTHON), reason=f"{PYTHON} does not name a Python with llama.cpp"
 )
 
 EXPLAINED = {
@@ -48,6 +54,44 @@ runpy.run_path(program, run_name="__main__")
 """
 """Their program; rule: for the vocabulary of a test, which has no hash that they know, and not the
 tokens and classes by which they know those of GLM-4 and Phi-4."""
+
+_ANSWER = """
+import json, sys
+import numpy
+from llama_cpp import Llama
+file, out, prompt, most = sys.argv[1:]
+exact = {"type_k": 0, "type_v": 0, "logits_all": True}  # 0: a cache in float32
+model = Llama(file, n_ctx=256, verbose=False, n_gpu_layers=0, **exact)
+prompt = json.loads(prompt)
+model.eval(prompt)
+numpy.save(out, model.scores[: len(prompt)])
+answer = []
+while len(answer) < int(most):
+    answer.append(int(model.scores[model.n_tokens - 1].argmax()))
+    model.eval(answer[-1:])
+print(json.dumps(answer))
+"""
+
+
+def answered(file: Path, prompt: list[int], most: int, beside: Path) -> tuple[Any, list[int]]:
+    """Have llama.cpp compute a file.
+
+    Args:
+        file: in GGUF.
+        prompt: its tokens.
+        most: tokens of the greedy answer.
+        beside: an empty place for a file.
+
+    Returns:
+        [tokens, vocabulary] float32 logits of the prompt, and the tokens of the answer.
+    """
+    words = (str(file), str(beside), json.dumps(prompt), str(most))
+    command = [os.environ[PYTHON], "-P", "-c", _ANSWER, *words]
+    # Its llama_cpp is the package, and not this module.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return np.load(beside), json.loads(run.stdout.splitlines()[-1])
 
 
 def converted(model: Path, file: Path, numbers: str, rule: str = "") -> Path:

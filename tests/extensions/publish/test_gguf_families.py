@@ -11,7 +11,7 @@ import pytest
 import torch
 from conversions import assert_equal, export
 from gguf_models import MODELS, make_gguf_model
-from llama_cpp import metadata_of
+from llama_cpp import answered, metadata_of, runs_llama_cpp
 from messages import message_of
 from transformers import AutoModelForCausalLM
 
@@ -79,6 +79,52 @@ def test_weights_in_a_file_give_the_logits_of_the_model(
         found = made(TOKENS).logits
     assert_equal(found, expected)
     assert metadata_of(file)["general.architecture"] == FAMILIES[MODELS[name][0]].architecture
+
+
+def of_transformers(made: Any, most: int) -> tuple[torch.Tensor, list[int]]:
+    """Logits of a prompt, and the tokens of the greedy answer."""
+    with torch.no_grad():
+        prompt = TOKENS[:1]
+        logits: torch.Tensor = made(prompt).logits[0]
+        ids = prompt[0].tolist()
+        for _ in range(most):
+            ids.append(int(made(torch.tensor([ids])).logits[0, -1].argmax()))
+    return logits, ids[prompt.shape[1] :]
+
+
+@runs_llama_cpp
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_a_file_as_transformers_computes_the_model(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    export(models[name], "gguf", tmp_path / "out", "--quantization", "f32")
+    file, most = tmp_path / "out" / "model-f32.gguf", 16
+    made = AutoModelForCausalLM.from_pretrained(
+        models[name], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    logits, answer = of_transformers(made, most)
+    found, of_llama_cpp = answered(file, TOKENS[0].tolist(), most, tmp_path / "logits.npy")
+    print(f"{name}: logits at most {(torch.from_numpy(found) - logits).abs().max():.2g} apart")
+    torch.testing.assert_close(torch.from_numpy(found), logits, rtol=0, atol=1e-4)
+    assert of_llama_cpp == answer
+
+
+@runs_llama_cpp
+@pytest.mark.parametrize("numbers", ["f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"])
+def test_llama_cpp_computes_packed_weights_nearly_as_transformers_computes_their_numbers(
+    numbers: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    export(models["wide"], "gguf", tmp_path / "out", "--quantization", numbers)
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    made = AutoModelForCausalLM.from_pretrained(
+        models["wide"], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    load_from(file, made, settings_of(models["wide"]))
+    logits, _ = of_transformers(made, 0)
+    found, _ = answered(file, TOKENS[0].tolist(), 0, tmp_path / "logits.npy")
+    apart = (torch.from_numpy(found) - logits).abs().max() / logits.abs().max()
+    print(f"{numbers}: logits at most {apart:.2g} of the largest apart")
+    assert apart < APART[numbers]
 
 
 def load_from(file: Path, made: Any, settings: dict[str, Any]) -> None:
