@@ -19,11 +19,13 @@ from ftkit.utils.registry import Registry
 Preference = str
 """How records say what is learned of them beside their texts: the name of a row of `preferences`,
 and behind a space what this takes, as JSON. pairs: two answers to a prompt, the better one first.
-labels: one answer, and whether it is desirable."""
+labels: one answer, and whether it is desirable. queries: a query and its documents."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 """What scores of sequences mean, in the words of transformers."""
 REWARD = "reward"
 """Objective of models with one score whose meaning their settings do not say."""
+RELEVANCE = "relevance"
+"""Name of the one score of rerankers, by which their settings say what it means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class ScoreLabels:
     names: tuple[str, ...] = ("LABEL_0",)
     """A name for each."""
     problem_type: ProblemType | None = None
-    """None: one score, which is the higher the better an answer is."""
+    """None: one score, which is the higher the better an answer, or a document, is."""
 
     @classmethod
     def unnamed(cls, count: int) -> "ScoreLabels":
@@ -44,11 +46,18 @@ class ScoreLabels:
     @property
     def is_reward(self) -> bool:
         """Whether the score is a reward."""
-        return self.problem_type is None
+        return self.problem_type is None and not self.is_relevance
+
+    @property
+    def is_relevance(self) -> bool:
+        """Whether the score is that of a document for a query."""
+        return self.problem_type is None and self.names == (RELEVANCE,)
 
     @property
     def noun(self) -> str:
         """A model that gives them, for people."""
+        if self.is_relevance:
+            return "a reranker"
         return "a reward model" if self.is_reward else "a classifier"
 
     @property
@@ -56,6 +65,8 @@ class ScoreLabels:
         """The objective of such models, where no recipe says it."""
         if self.is_reward:
             return Component(class_path=REWARD, init_args={})
+        if self.is_relevance:
+            return Component(class_path="rerank", init_args={})
         options: dict[str, Any] = {"problem_type": self.problem_type}
         if self.problem_type != "regression":
             options["classes"] = [*self.names]
@@ -94,6 +105,8 @@ class ObjectiveRules:
     """The scores that the model gives a sequence; None: it predicts tokens."""
     target_size: int = 0
     """Numbers of the target of a sequence, what is learned of it as a whole; 0: it has none."""
+    sequences: int = 1
+    """Sequences of a sample: 2 of a preference pair."""
     needs_reference: bool = False
     """Whether the model is compared with a reference: by default itself, before training."""
     needs_teacher: bool = False
@@ -105,11 +118,6 @@ class ObjectiveRules:
     shares_sequences: bool = False
     """Whether ranks may each have pieces of its sequences (strategy.context): its sums are over
     tokens, or of `ftkit.objectives.objective.sequence_sums`."""
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of a sample."""
-        return 2 if self.preference == "pairs" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +183,13 @@ class ObjectiveRow(ObjectiveRules):
                 raise UserError(
                     f"objective.{key} is {value!r}, but must be a list of different names. "
                     f"Try --objective.{key} '[good, bad]'."
+                )
+            if kind is int:
+                if type(value) is int and value >= 0:
+                    continue
+                raise UserError(
+                    f"objective.{key} is {value!r}, but must be a whole number of at least 0. Try "
+                    f"--objective.{key} 1."
                 )
             default = getattr(self.options(), key)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -63,6 +63,12 @@ ONE_CLASS = (
     ("objective.classes", CLASSES),
 )
 SEVERAL_CLASSES = (*ONE_CLASS, ("objective.problem_type", "multi_label_classification"))
+RERANK = (
+    ("data.json_path", "BESIDE/queries.json"),
+    PAIRS[1],
+    ("objective", "rerank"),
+    ("objective.negatives", 3),
+)
 VALUES = (*TEXTS, ("objective.problem_type", "regression"))
 WITH_BASE = (*KTO, ("reference", "BASE"))
 SHARDED_BESIDE = ("memory.shard_model_beside", True)
@@ -77,6 +83,7 @@ SINGLE = [
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
     Case("single", "full", "32-true", (*SEVERAL_CLASSES, WHOLE_BATCH)),
+    Case("single", "full", "32-true", (*RERANK, ("train.micro_batch_size", 2))),
 ]
 MORE_SINGLE = [
     Case("single", "full", "bf16-true", TOKENS),
@@ -96,6 +103,7 @@ MORE_SINGLE = [
     Case("single", "lora", "32-true", (*KTO, ("train.micro_batch_size", 4))),
     Case("single", "lora", "bf16-true", (*ONE_CLASS, ("lora_head", False), WHOLE_BATCH)),
     Case("single", "full", "bf16-mixed", (*VALUES, CHECKPOINTED)),
+    Case("single", "lora", "bf16-true", (*RERANK, ("lora_head", False), *TOKENS)),
 ]
 ROUTERS = ("router_aux_loss_coef", 0.1)
 WITH_EXPERTS = [
@@ -127,6 +135,8 @@ MORE_SEVERAL = [
     Case("fsdp", "full", "bf16-mixed", LAST_MATRICES),
     Case("ddp", "full", "bf16-true", (*SHARED, WHOLE_BATCH)),
     Case("fsdp", "full", "32-true", (*SHARED, *SIMPO, ("train.micro_batch_size", 2))),
+    Case("fsdp", "full", "32-true", (*RERANK, ("train.micro_batch_size", 2))),
+    Case("ddp", "full", "32-true", (*SHARED, *RERANK, ("train.micro_batch_size", 2))),
 ]
 DEEPSPEED = [
     Case("deepspeed", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
@@ -172,6 +182,11 @@ def write_pairs(file: Path, words: list[int]) -> None:
     file.with_name("labelled.json").write_text(json.dumps(labelled))
     texts = [{"text": both["chosen"], "label": number} for number, both in enumerate(answers)]
     file.with_name("texts.json").write_text(json.dumps(texts))
+    queries = [
+        {"query": "n", "positive": both["chosen"], "negative": [both["rejected"]] * 3}
+        for both in answers
+    ]
+    file.with_name("queries.json").write_text(json.dumps(queries))
 
 
 def make_experts(directory: Path) -> Path:
