@@ -664,6 +664,7 @@ class _Step:
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._updates_in_backward:
+            self._strategy.average_gradients(self._trained, _nothing)
             clip_gradients(self._trained, self._plan.recipe.train.max_norm)
         optimizer.step()
         self._live.assign(_states(optimizer), "optimizer_state")

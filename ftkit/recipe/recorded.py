@@ -15,7 +15,11 @@ def why_unrecorded(plan: Plan) -> str | None:
     # In the order in which a reader would change them.
     for applies, reason in (
         (plan.accelerator != USUAL_KIND, f"accelerator {plan.accelerator} has no graphs to record"),
-        (plan.strategy != "single", f"strategy {plan.strategy} exchanges numbers meanwhile"),
+        (
+            plan.strategy not in ("single", "ddp"),
+            f"strategy {plan.strategy} exchanges numbers meanwhile",
+        ),
+        (plan.mesh.context > 1, "strategy.context exchanges numbers meanwhile"),
         (recipe.compile, "compile makes graphs of its own"),
         (plan.precision == "16-mixed", "precision 16-mixed scales losses by changing numbers"),
         (train.optimizer_in_backward, "train.optimizer_in_backward updates in the backward pass"),

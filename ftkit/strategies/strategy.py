@@ -12,7 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ from ftkit.models.loss import HeadOutput
 from ftkit.recipe.optimizers import is_paged, traits_of
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.recipe import LoraRecipe
-from ftkit.strategies.distributed import context_group, make_device, rank
+from ftkit.strategies.distributed import context_group, make_device, rank, sum_over_ranks
 from ftkit.strategies.optimizers import (
     OptimizerInBackward,
     clip_gradients,
@@ -363,6 +363,18 @@ class Strategy(ABC):
         """Add the gradients of a loss; after the last micro-step they are a mean over the ranks."""
         self._fabric.backward(loss)
 
+    def average_gradients(  # noqa: B027  # most average in the backward pass
+        self,
+        parameters: Sequence[nn.Parameter],
+        send: Callable[[Tensor], object] = sum_over_ranks,
+    ) -> None:
+        """Average gradients over the ranks, where the last backward pass of a step has not.
+
+        Args:
+            parameters: the trained ones.
+            send: adds up a tensor over the ranks, in place.
+        """
+
     def clip_gradients(self, limit: float | None) -> None:
         """Measure the global norm of the step's gradients, and scale it down to the limit.
 
@@ -372,6 +384,7 @@ class Strategy(ABC):
         if self._in_backward is not None:
             self._norm = self._in_backward.take_norm()
             return
+        self.average_gradients(self._trained)
         scaler = getattr(self.precision, "scaler", None)
         if scaler is not None:
             # Before the norm is measured: scaled gradients would be clipped by the loss scale.
@@ -593,7 +606,12 @@ class _DdpWithFixedBuckets(DistributedDataParallel):
 class _DdpOnAnyDevice(DDPStrategy):
     """Fabric's strategy without its assumption that a device with an index is a CUDA device."""
 
-    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+    sums_in_backward = True
+    """Whether torch's module is around the model."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        if not self.sums_in_backward:
+            return module
         # As Fabric's, with a class of ours: buckets are made on a stream of their own.
         device_ids = self._determine_ddp_device_ids()
         with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
@@ -609,19 +627,42 @@ class Ddp(Strategy):
     torch's DistributedDataParallel. Li et al. 2020, https://arxiv.org/abs/2006.15704.
     """
 
-    keeps_gradient_buckets = True
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        # Pieces of one sequence are added in float32, as if it were whole; torch's module adds in
+        # the dtype of the gradients. And a recorded pass sends nothing.
+        self._averages_after = plan.mesh.context > 1 and parameter_dtype(plan) != torch.float32
+        if plan.recipe.train.record_steps:
+            from ftkit.recipe.recorded import why_unrecorded
+
+            self._averages_after |= why_unrecorded(plan) is None
+        self.keeps_gradient_buckets = not self._averages_after
 
     def _fabric_strategy(self, model: nn.Module) -> FabricStrategy:
         tables: dict[str, Any] = {_SYNC_BUFFERS: False}  # every rank computes the same ones
-        return _DdpOnAnyDevice(
+        made = _DdpOnAnyDevice(
             process_group_backend=self.plan.communication,
             gradient_as_bucket_view=True,  # saves a copy of the gradients
             **tables,
         )
+        made.sums_in_backward = not self._averages_after
+        return made
 
     def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        if self._averages_after:
+            return nullcontext()
         # Gradients are exchanged once in a step, with the last micro-batch.
         return self._fabric.no_backward_sync(self._forward, enabled=not is_last)
+
+    def average_gradients(
+        self,
+        parameters: Sequence[nn.Parameter],
+        send: Callable[[Tensor], object] = sum_over_ranks,
+    ) -> None:
+        if self._averages_after:
+            from ftkit.strategies.gradient_means import average_gradients
+
+            average_gradients(parameters, send, self.plan.world_size)
 
 
 class CurrentAccelerator(FabricAccelerator):

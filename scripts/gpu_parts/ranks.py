@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from ftkit.runs.report.metrics import read_metrics
+from ftkit.runs.report.report import read_report
 from gpu_parts.correctness import PLAIN
 from gpu_parts.part import ROOT, Found, Scene, exit_summary, ftkit
 
@@ -35,6 +36,15 @@ def strategies(scene: Scene, found: Found) -> None:
 def shared_sequences(scene: Scene, found: Found) -> None:
     """Compare two GPUs that share the sequences of micro-batches with one GPU."""
     _compare(scene, found, ("ddp", "fsdp"), strategy__context=2)
+
+
+def recorded_ddp(scene: Scene, found: Found) -> None:
+    """Compare two GPUs that replay recorded steps with one GPU that computes them."""
+    _compare(scene, found, ("ddp",), train__record_steps=True)
+    recorded = read_report(scene.directory / "ddp").recorded_steps
+    replayed = recorded.replayed if recorded else 0
+    # A CPU has nothing to record.
+    found.check("replayed", passed=scene.dry or replayed > 0, said=f"{replayed} replays")
 
 
 def _compare(scene: Scene, found: Found, names: tuple[str, ...], **keys: object) -> None:

@@ -21,8 +21,8 @@ def plan(machine: Devices = GPU, /, method: Method = "lora", **keys: object) -> 
 @pytest.mark.parametrize(
     ("keys", "word"),
     [
-        ({"devices": 2, "strategy": "ddp"}, "ddp"),
         ({"devices": 2, "strategy": "fsdp"}, "fsdp"),
+        ({"devices": 2, "strategy": "ddp", "strategy__context": 2}, "strategy.context"),
         ({"compile": True}, "compile"),
         ({"precision": "16-mixed"}, "16-mixed"),
         ({"memory__activation_checkpointing": True}, "activation_checkpointing"),
@@ -72,3 +72,4 @@ def test_a_cpu_records_nothing_and_a_gpu_does() -> None:
     assert reason is not None and "cpu" in reason
     assert why_unrecorded(plan()) is None
     assert why_unrecorded(plan(method="full", precision="bf16-mixed")) is None
+    assert why_unrecorded(plan(devices=2, strategy="ddp")) is None

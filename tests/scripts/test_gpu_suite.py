@@ -25,7 +25,7 @@ ONE_OF_EACH_KIND = [
     "paged",
     "peer: ftkit, full", "peer: litgpt, full", "lever: padding_free, full",
     "fullest: micro_batch_tokens", "scaling_length", "strategies", "shared_sequences",
-    "dead_rank",
+    "recorded_ddp", "dead_rank",
 ]  # fmt: skip
 
 

@@ -124,8 +124,8 @@ FEW_RUNS_NEED = """
     models.offloading models.pretrained.pickled_tensors models.pretrained.random_weights
     models.pretrained.scored_model models.quantization models.trained_part recipe.changes
     recipe.peft_adapter recipe.recorded runs.restarts runs.resume strategies.fsdp
-    strategies.fully_shard strategies.optimizer_trial training.recorded_steps utils.console.html
-    utils.texts
+    strategies.fully_shard strategies.gradient_means strategies.optimizer_trial
+    training.recorded_steps utils.console.html utils.texts
 """
 
 

@@ -204,6 +204,7 @@ CASES = {
     "DDP, full, 16-mixed": full(DDP, FP16, within=ROUNDED, reference="32-true", matrix=True),
     "DDP, LoRA, bf16-mixed": lora(DDP, MIXED, CHECKPOINTED, within=ROUNDED, matrix=True),
     "DDP, int8": lora(DDP, MIXED, INT8, within=ROUNDED, matrix=True),
+    "DDP that shares sequences, bf16-true": full(DDP, SHARED, BF16, within=1e-2, matrix=True),
     "DDP that shares sequences, 16-mixed": full(
         DDP, SHARED, FP16, within=ROUNDED, reference="32-true", matrix=True
     ),

@@ -121,14 +121,14 @@ class _Adapted(torch.autograd.Function):
                 of_narrow, scale = of_narrow.mul_(scale), 1.0
             seen = dropped(rows, kept, scale)
         of_a = of_narrow.t() @ seen
+        del seen  # as wide as the input, like each of what follows
         of_x = None
         if ctx.needs_input_grad[0]:
+            of_x = of_narrow @ a
+            if kept is not None:
+                of_x = dropped(of_x, kept, scale)
             if ctx.packed is not None:
                 weight = ctx.packed.unpacked(weight).to(gradient.dtype)
-            of_x = gradient @ weight
-            if kept is None:
-                of_x.addmm_(of_narrow, a)
-            else:
-                of_x.add_(dropped(of_narrow @ a, kept, scale))
-            of_x = of_x.to(of_x_dtype).view_as(x)
+            # Added within the wide product, which has no memory of its own.
+            of_x = of_x.addmm_(gradient, weight).to(of_x_dtype).view_as(x)
         return of_x, None, None, None, of_a.to(of_a_dtype), of_b.to(of_b_dtype), *(None,) * 3
