@@ -98,7 +98,7 @@ class PlannedReference:
     """Whether it is computed below the adapter, with a forward pass in each micro-step; otherwise
     once for every sequence, before the first step."""
     more_fraction: float
-    """Operations of its passes and of those on mismatched sequences, relative to training on the
+    """Operations of its passes and of those that observe the step, relative to training on the
     same samples without them."""
     sequences: int | None = None
     """Sequences to train on that are computed before the first step, at most; None: not known."""
@@ -126,7 +126,7 @@ class PlannedBeside:
     rank_bytes: int
     """Bytes of its weights on each rank, which are part of the predicted memory."""
     more_fraction: float
-    """Operations of its passes and of those on mismatched sequences, relative to a step on the same
+    """Operations of its passes and of those that observe the step, relative to a step on the same
     samples without them."""
 
 

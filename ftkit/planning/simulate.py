@@ -59,7 +59,7 @@ from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hid
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
     FIRST_GRADIENT,
-    MISMATCHED,
+    OBSERVED,
     PERSISTENT_ELEMENTS,
     MicroBatchSize,
     Peaks,
@@ -190,7 +190,7 @@ def _with_all_layers(
         Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
         less.hosted_bytes + (more.hosted_bytes - less.hosted_bytes) * steps,
         accumulates=less.accumulates,
-        mismatched_passes=less.mismatched_passes,
+        observing_passes=less.observing_passes,
         passes_before=less.passes_before,
     )
 
@@ -277,7 +277,7 @@ def _run(
             sizes,
             host.most_bytes,
             accumulates=accumulates,
-            mismatched_passes=further.of_model + further.below_adapter - refers,
+            observing_passes=further.of_model + further.below_adapter - refers,
             passes_before=refers,
         )
 
@@ -559,9 +559,9 @@ class _Step:
             self._first_step(optimizer)
             found: Peaks = {}
             live.restart()
-            if self._step_loss.objective.observes_mismatched:
+            if self._step_loss.objective.observes:
                 # Before there are gradients of any micro-step.
-                self._observe_mismatched()
+                self._observe()
                 _keep_highest(found, live.stretches())
             if self._accumulates and optimizer is not None:
                 self._accumulate()
@@ -585,8 +585,8 @@ class _Step:
         if optimizer is None:
             return
         if self._strategy.simulates_first_step():
-            if self._step_loss.objective.observes_mismatched:
-                self._observe_mismatched()
+            if self._step_loss.objective.observes:
+                self._observe()
             self._step(optimizer)
             return
         self._make_gradients()
@@ -606,19 +606,25 @@ class _Step:
         else:
             self._make_gradients()
 
-    def _observe_mismatched(self) -> None:
-        """Compute statistics of mismatched sequences, as before the first micro-step of a step."""
-        self._mark(MISMATCHED)
+    def _observe(self) -> None:
+        """Compute what the objective needs of a whole step, as before its first micro-step."""
+        self._mark(OBSERVED)
         self._watches_blocks = False
         made = self._new_batch()
         self._step_loss.begin()
-        self._step_loss.observe_mismatched(made | {"mismatched": made}, self._computing)
+        self._step_loss.observe(made | {"joined": made}, 0, self._computing)
+        del made
+        self._step_loss.finish_observing()
         self._watches_blocks = True
 
     def _new_batch(self) -> Batch:
-        made = _made(self._batch, self._media)
-        if size := objective_rules(self._plan.recipe.objective).target_size:
-            made["targets"] = torch.ones(self._batch.sequences, size)
+        made, size = _made(self._batch, self._media), self._batch
+        rules = objective_rules(self._plan.recipe.objective)
+        if rules.target_size:
+            made["targets"] = torch.ones(size.sequences, rules.target_size)
+        # A step of few samples may have fewer than the largest micro-batch.
+        count = max(self._plan.recipe.train.global_batch_size * rules.sequences, size.sequences)
+        made |= {"places": tuple(range(size.sequences)), "sequences_of_step": count}
         given = (*made.values(), *tensors_in(made.get(MEDIA)))
         self._live.assign((value for value in given if isinstance(value, Tensor)), "activations")
         return made

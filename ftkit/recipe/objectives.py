@@ -22,6 +22,9 @@ and behind a space what this takes, as JSON. pairs: two answers to a prompt, the
 labels: one answer, and whether it is desirable."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 """What scores of sequences mean, in the words of transformers."""
+Observed = Literal["own", "joined"]
+"""Sequences of which an objective needs something before the first backward pass of a step: the
+step's own, or those made of each sample and the one before it."""
 REWARD = "reward"
 """Objective of models with one score whose meaning their settings do not say."""
 
@@ -98,8 +101,9 @@ class ObjectiveRules:
     """Whether the model is compared with a reference: by default itself, before training."""
     needs_teacher: bool = False
     """Whether another model, the teacher, computes beside the one that is trained."""
-    observes_mismatched: bool = False
-    """Whether the samples of a step are compared with each other, so that it has at least two."""
+    observes: Observed | None = None
+    """The sequences of a step that are compared with each other, so that it has at least two
+    samples; None: none are."""
     is_smoothed: bool = False
     """Whether train.label_smoothing applies to its loss."""
     shares_sequences: bool = False
@@ -308,8 +312,9 @@ def needs_reference_beside(recipe: Recipe) -> bool:
     its adapter.
     """
     rules = objective_rules(recipe.objective)
-    # Which answer follows which prompt depends on the order of the samples.
-    return rules.needs_reference and rules.observes_mismatched and not is_below_adapter(recipe)
+    # Which sequences are joined depends on the order of the samples.
+    is_joined = rules.observes == "joined"
+    return rules.needs_reference and is_joined and not is_below_adapter(recipe)
 
 
 def model_beside(recipe: Recipe) -> ModelBeside | None:
@@ -413,7 +418,7 @@ def check_objective(recipe: Recipe) -> None:
     if recipe.reference is None and needs_reference_beside(recipe):
         raise UserError(_without_reference(recipe))
     is_alone = train.global_batch_size == 1 and train.global_batch_tokens is None
-    if rules.observes_mismatched and is_alone:
+    if rules.observes and is_alone:
         raise UserError(
             f"train.global_batch_size is 1, but objective is {name}, which compares each example "
             "of a step with another one. Try --train.global_batch_size 16."

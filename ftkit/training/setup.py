@@ -402,7 +402,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         strategy=strategy,
         companion=companion,
     )
-    if objective.observes_mismatched:
+    if objective.observes:
         _check_several(setup)
     _check_checkpoints(setup, size_of(setup.directory.store.directory))
     _log_summary(setup, device_name, journal)
