@@ -146,7 +146,9 @@ def _flops(
     architecture = model.architecture
     # PaLM counts 12 for whole attention in training; causal attention needs half of the scores.
     of_scores = architecture.attention.width * attention_length
-    of_head = _matrix_flops(model, "head", per_weight) * label_fraction
+    # Of vectors, the output layer computes nothing.
+    computes = architecture.scores is None or architecture.scores.names
+    of_head = _matrix_flops(model, "head", per_weight) * label_fraction if computes else 0.0
     of_body = _matrix_flops(model, "body", per_weight)
     return per_score * of_scores + of_body + of_head
 

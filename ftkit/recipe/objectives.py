@@ -25,18 +25,22 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 Observed = Literal["own", "joined"]
 """Sequences of which an objective needs something before the first backward pass of a step: the
 step's own, or those made of each sample and the one before it."""
+Pooling = Literal["last", "mean", "first"]
+"""The token of a sequence whose hidden state is its vector, or the mean over all."""
 REWARD = "reward"
 """Objective of models with one score whose meaning their settings do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLabels:
-    """The scores that a model gives a sequence, as transformers' config.json names them."""
+    """What a model gives a sequence: scores as transformers' config.json names them, or vectors."""
 
     names: tuple[str, ...] = ("LABEL_0",)
-    """A name for each."""
+    """A name for each score; none of a vector, which no output layer computes."""
     problem_type: ProblemType | None = None
     """None: one score, which is the higher the better an answer is."""
+    pooling: Pooling | None = None
+    """Where the vector of a sequence is; None: it has scores."""
 
     @classmethod
     def unnamed(cls, count: int) -> "ScoreLabels":
@@ -47,11 +51,13 @@ class ScoreLabels:
     @property
     def is_reward(self) -> bool:
         """Whether the score is a reward."""
-        return self.problem_type is None
+        return self.problem_type is None and self.pooling is None
 
     @property
     def noun(self) -> str:
         """A model that gives them, for people."""
+        if self.pooling is not None:
+            return "an embedding model"
         return "a reward model" if self.is_reward else "a classifier"
 
     @property
@@ -59,6 +65,8 @@ class ScoreLabels:
         """The objective of such models, where no recipe says it."""
         if self.is_reward:
             return Component(class_path=REWARD, init_args={})
+        if self.pooling is not None:
+            return Component(class_path="embed", init_args={"pooling": self.pooling})
         options: dict[str, Any] = {"problem_type": self.problem_type}
         if self.problem_type != "regression":
             options["classes"] = [*self.names]

@@ -104,6 +104,8 @@ class LitgptArchitecture(Architecture):
         if self.family is None:
             return None
         if self.scores:
+            if not self.scores.names:
+                return None  # its results are not written as a model without an output layer
             # Imported here: transformers takes as long as all other imports.
             from ftkit.models.architectures.transformers_outline import score_class_name
 

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
@@ -292,6 +293,12 @@ def score_class_name(model_type: str) -> str | None:
     """Name of the class with a score for each sequence of a model type; None: there is none."""
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     return None if name is None else str(name)
+
+
+def base_class_name(model_type: str) -> str | None:
+    """Name of the class without an output layer of a model type; None: there is none."""
+    name = MODEL_MAPPING_NAMES.get(model_type)
+    return name if isinstance(name, str) else None
 
 
 def causal_class_name(model_type: str) -> str | None:

@@ -34,6 +34,9 @@ PROCESSOR_FILES = (
 )
 """Settings of multimodal models for preparing images and sounds."""
 
+MODULES, POOLING = "modules.json", "1_Pooling/config.json"
+"""Files of sentence-transformers beside a model that gives vectors."""
+
 CARD = "README.md"
 """A model card; its head names the licence of a base model."""
 
@@ -42,6 +45,7 @@ SETTINGS_FILES = (
     *("config.json", "generation_config.json"),
     *TOKENIZER_FILES,
     *PROCESSOR_FILES,
+    *(MODULES, POOLING),
 )
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files in the order of transformers, which reads the first that exists, also in shards."""
@@ -94,6 +98,26 @@ def is_classifier(settings: Mapping[str, Any]) -> bool:
     named = settings.get("architectures")
     names = named if isinstance(named, list) else []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def scores_of_model(directory: Path, settings: Mapping[str, Any], name: str) -> ScoreLabels | None:
+    """Return the scores that a model gives sequences; None: it predicts tokens.
+
+    Args:
+        directory: of its files.
+        settings: the content of config.json.
+        name: of the model, for errors.
+
+    Raises:
+        UserError: its files say it otherwise than transformers and sentence-transformers do.
+    """
+    if is_classifier(settings):
+        return scores_in(settings, name)
+    if not (directory / MODULES).is_file():
+        return None
+    from ftkit.models.pretrained.vector_files import pooling_in
+
+    return ScoreLabels(names=(), pooling=pooling_in(directory, name))
 
 
 def scores_in(settings: Mapping[str, Any], name: str) -> ScoreLabels:
