@@ -794,7 +794,12 @@ class OwnData(DataSource):
         def adapted(record: Record) -> Record:
             if not answers:
                 return adapt(record)
-            return {answer: adapt(record[answer]) for answer in answers}
+            made = {}
+            for answer in answers:
+                found = record[answer]
+                is_list = isinstance(found, list)
+                made[answer] = [*map(adapt, found)] if is_list else adapt(found)
+            return record | made
 
         train, val = records.train, records.val
         return [*map(adapted, train)], None if val is None else [*map(adapted, val)]
@@ -823,7 +828,11 @@ def _unequal(records: Sequence[Record], source: _SourceOptions, seen: set[bytes]
 
 def _first(record: Record, preferred: PreferenceRow | None) -> Record:
     """The record with the first answer of a record that says which answers are better."""
-    return record[preferred.answers[0]] if preferred and preferred.answers else record
+    if not preferred or not preferred.answers:
+        return record
+    found = record[preferred.answers[0]]
+    first: Record = found[0] if isinstance(found, list) else found
+    return first
 
 
 def _check_meant(

@@ -17,7 +17,12 @@ import numpy.typing as npt
 from ftkit.data.records.bad import BadKind, BadRecords
 from ftkit.data.records.media import MEDIA_KINDS, MediaFile
 from ftkit.data.records.record import Record
-from ftkit.data.records.shape_rows import lacks_extension, preference_row, shape_row
+from ftkit.data.records.shape_rows import (
+    lacks_extension,
+    preference_options,
+    preference_row,
+    shape_row,
+)
 from ftkit.data.rendering import (
     NO_OUTPUT,
     NO_TEXT,
@@ -344,7 +349,8 @@ def make_renderer(part: Part, tokenizer: Any) -> Renderer:
     else:
         renderer = imported(shape_row(part.shape).renderer_place).of(rules, tokenizer)
     if rules.preference is not None:
-        renderer = imported(preference_row(rules.preference).renderer_place)(renderer)
+        made = imported(preference_row(rules.preference).renderer_place)
+        renderer = made(renderer, tokenizer, **preference_options(rules.preference))
     return renderer
 
 

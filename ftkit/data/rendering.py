@@ -111,6 +111,8 @@ class Renderer(ABC):
     """Whether Python takes most of the time, so that processes help; else a library does."""
     per_sample = 1
     """Sequences of a sample: neighbours among those of a rendering."""
+    names: tuple[str, ...] = ()
+    """A name for each sequence of a sample; none where it has one."""
     answers = True
     """Whether its samples end with what the model is to say."""
     media_settings: Mapping[str, Any] = {}

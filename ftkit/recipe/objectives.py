@@ -105,6 +105,8 @@ class ObjectiveRules:
     """The scores that the model gives a sequence; None: it predicts tokens."""
     target_size: int = 0
     """Numbers of the target of a sequence, what is learned of it as a whole; 0: it has none."""
+    sequences: int = 1
+    """Sequences of a sample: 2 of a preference pair."""
     needs_reference: bool = False
     """Whether the model is compared with a reference: by default itself, before training."""
     needs_teacher: bool = False
@@ -117,11 +119,6 @@ class ObjectiveRules:
     shares_sequences: bool = False
     """Whether ranks may each have pieces of its sequences (strategy.context): its sums are over
     tokens, or of `ftkit.objectives.objective.sequence_sums`."""
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of a sample."""
-        return 2 if self.preference == "pairs" else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +30,6 @@ from ftkit.data.inspection.findings import (  # noqa: E402
     findings,
 )
 from ftkit.data.inspection.inspection import (  # noqa: E402
-    Answer,
     Bar,
     Duplicates,
     Finding,
@@ -323,9 +321,9 @@ def _chosen(data: DataSets, show: int) -> list[RecordPlace]:
 
 
 def _shown(part: LoadedPart, number: int, tokenizer: Tokenizer) -> Iterator[ShownSample]:
-    """The sequences of a sample: one, or both answers of a pair."""
+    """The sequences of a sample: one, or both answers of a pair, or a query and its documents."""
     sequences = part.splits["train"].samples.sequences(number)
-    answers: tuple[Answer | None, ...] = (None,) if len(sequences) == 1 else get_args(Answer)
+    answers = part.renderer.names or (None,)
     first = sequences[0]
     for answer, sample in zip(answers, sequences, strict=True):
         ids = sample.ids.tolist()

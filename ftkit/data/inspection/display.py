@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -10,6 +10,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from ftkit.data.inspection.inspection import (
+    Answer,
     Bar,
     Finding,
     Inspection,
@@ -141,7 +142,7 @@ def _duplicate_rows(seen: Inspection) -> Iterator[tuple[str, str]]:
 def _sample_title(sample: ShownSample, seen: Inspection) -> str:
     """Title of a sample: its number, its source and its trained tokens."""
     source = f" of {visible(sample.source)}" if len(seen.sources) > 1 else ""
-    noun = "pair" if sample.answer else "sample"
+    noun = "pair" if sample.answer in get_args(Answer) else "sample"
     name = sample.answer or sample.label
     answer = f", {visible(name)}" if name else ""
     return (

@@ -409,7 +409,7 @@ def prompt_divided(evidence: Evidence, part: LoadedPart) -> Finding | None:
 def equal_answers(evidence: Evidence, part: LoadedPart) -> Finding | None:
     """Pairs have the same answer twice."""
     samples = part.splits["train"].samples
-    if samples.per_sample == 1:
+    if part.part.rules.preference != "pairs":
         return None
     examined = _examined_places(samples)
     equal = sum(

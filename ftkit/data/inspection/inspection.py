@@ -178,8 +178,9 @@ class ShownSample:
     source: str
     number: int
     """Number among the training samples of its source, from 0."""
-    answer: Answer | None
-    """Which answer of a preference pair it is; None: samples are no pairs."""
+    answer: str | None
+    """Which sequence of its sample it is, such as the chosen answer of a pair; None: samples have
+    one."""
     label: str | None
     """Its label, such as desirable; None: it has none."""
     shared: int

@@ -103,12 +103,14 @@ class PreferenceRow:
     """The `ftkit.data.records.shapes.RecordReader` of such records, which takes what the preference
     has behind its name too."""
     renderer_place: str
-    """Class of their `ftkit.data.rendering.Renderer`; takes that of a record with one answer."""
+    """Class of their `ftkit.data.rendering.Renderer`; takes that of a record with one answer, the
+    tokenizer of the base model, or None, and what the preference has behind its name."""
     label_place: str = ""
     """Function that says the label of a sample in words: takes its target, a list of numbers, and
     what the preference has behind its name. "": samples have no labels."""
     answers: tuple[str, ...] = ()
-    """Keys of a canonical record that hold records with one answer each; none: it is one itself."""
+    """Keys of a canonical record that hold a record with one answer each, or a list of such; none:
+    it is one itself."""
     turns: TrainOn = "assistant"
     """Turns of conversations that carry loss, by default."""
 
@@ -216,6 +218,7 @@ _EXTENSIONS = {
     "pairs": "preference",
     "labels": "preference",
     "classes": "heads",
+    "queries": "heads",
 }
 """Our extensions that bring rows, to be named where they are missing."""
 

@@ -175,7 +175,7 @@ class SampleSet(Samples):
             spans: that carry loss.
             span_offsets: of the spans.
             weights: of the spans, above 0; None: all are 1.
-            targets: of the sequences, one for each sample; None: they have none.
+            targets: of the sequences, the same for all of a sample; None: they have none.
             media: of the sequences; None: they have none.
             media_offsets: of the media.
             media_files: that they are of.
@@ -288,7 +288,8 @@ class SampleSet(Samples):
 
     @property
     def targets(self) -> npt.NDArray[np.float32] | None:
-        return self.arrays.targets
+        targets = self.arrays.targets
+        return None if targets is None else targets[:: self.per_sample]
 
     @cached_property
     def lengths(self) -> IntArray:

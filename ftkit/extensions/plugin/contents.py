@@ -125,6 +125,8 @@ def _defined(name: str, value: Any) -> Defined | None:
         # nobody would know. Nor does anybody know what other sums need of a sequence.
         rules["is_smoothed"] = _inherits(value, "is_smoothed", "output")
         rules["shares_sequences"] = _inherits(value, "shares_sequences", "output", "sums")
+        if rules.get("preference") == "pairs":
+            rules["sequences"] = 2
     return Defined(
         name=name,
         kind=kind,

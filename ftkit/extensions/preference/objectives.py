@@ -85,6 +85,7 @@ ROWS = (
         above_0=("beta",),
         refuse=_refuse_of_dpo,
         preference="pairs",
+        sequences=2,
         shares_sequences=True,
         needs_reference=True,
     ),
@@ -94,6 +95,7 @@ ROWS = (
         class_path="ftkit.extensions.preference.preference.Orpo",
         options=OrpoOptions,
         preference="pairs",
+        sequences=2,
         shares_sequences=True,
     ),
     ObjectiveRow(
@@ -103,6 +105,7 @@ ROWS = (
         options=SimPoOptions,
         above_0=("beta",),
         preference="pairs",
+        sequences=2,
         shares_sequences=True,
     ),
     ObjectiveRow(
@@ -123,6 +126,7 @@ ROWS = (
         class_path="ftkit.extensions.preference.reward.Reward",
         options=RewardOptions,
         preference="pairs",
+        sequences=2,
         shares_sequences=True,
         scores=ScoreLabels(),
     ),

@@ -1,6 +1,7 @@
 """Renderers of records that say which answers are better, over those of records with one answer."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ftkit.data.records.record import Record
 from ftkit.data.rendering import Example, Renderer, Rendering
@@ -10,12 +11,18 @@ ANSWERED_IN_PARTS = "an answer of several turns, which the template writes as se
 """Reason for a pair, or an answer with a label, without sample."""
 
 
-class _PreferenceRenderer(Renderer):
+class PreferenceRenderer(Renderer):
     """Renders by the renderer of a record with one answer."""
 
-    def __init__(self, of_answers: Renderer) -> None:
-        """Take the renderer of a record with one answer."""
-        self._of_answers = of_answers
+    def __init__(self, of_answers: Renderer, tokenizer: Any = None, **options: Any) -> None:
+        """Take the renderer of a record with one answer.
+
+        Args:
+            of_answers: that renderer.
+            tokenizer: of the base model; None: only texts are rendered.
+            **options: what the preference has behind its name.
+        """
+        self._of_answers, self._tokenizer = of_answers, tokenizer
         self.is_python_bound = of_answers.is_python_bound
 
     @property
@@ -27,10 +34,11 @@ class _PreferenceRenderer(Renderer):
         return self._of_answers.stop_ids
 
 
-class PairRenderer(_PreferenceRenderer):
+class PairRenderer(PreferenceRenderer):
     """Renders both answers of preference pairs: a sample has the chosen one, then the other."""
 
     per_sample = 2
+    names = ("chosen", "rejected")
 
     def system(self, record: Record) -> str:
         return self._of_answers.system(record["chosen"])  # both have the same prompt
@@ -58,7 +66,7 @@ class PairRenderer(_PreferenceRenderer):
         return self._of_answers.example(record["chosen"])
 
 
-class LabelRenderer(_PreferenceRenderer):
+class LabelRenderer(PreferenceRenderer):
     """Renders answers with a label: a sample has one of them, and whether it is desirable."""
 
     def system(self, record: Record) -> str:
