@@ -25,8 +25,8 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 Observed = Literal["own", "joined"]
 """Sequences of which an objective needs something before the first backward pass of a step: the
 step's own, or those made of each sample and the one before it."""
-Pooling = Literal["last", "mean", "first"]
-"""The token of a sequence whose hidden state is its vector, or the mean over all."""
+Pooling = Literal["last", "mean"]
+"""Which hidden state of a sequence is its vector: that of its last token, or the mean over all."""
 REWARD = "reward"
 """Objective of models with one score whose meaning their settings do not say."""
 
@@ -185,6 +185,13 @@ class ObjectiveRow(ObjectiveRules):
                     f"objective.{key} is {value!r}, but must be a list of different names. "
                     f"Try --objective.{key} '[good, bad]'."
                 )
+            if kind == list[int]:
+                if _are_sizes(value):
+                    continue
+                raise UserError(
+                    f"objective.{key} is {value!r}, but must be a list of different whole numbers "
+                    f"above 0. Try --objective.{key} '[256, 64]'."
+                )
             default = getattr(self.options(), key)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             least_excluded = key in self.above_0
@@ -208,6 +215,11 @@ class ObjectiveRow(ObjectiveRules):
 
 def _are_names(value: Any) -> bool:
     is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+    return is_list and len({*value}) == len(value) > 0
+
+
+def _are_sizes(value: Any) -> bool:
+    is_list = isinstance(value, list) and all(type(one) is int and one > 0 for one in value)
     return is_list and len({*value}) == len(value) > 0
 
 

@@ -1,4 +1,4 @@
-"""The objective of classifiers and regressions, with its options."""
+"""Objectives of classifiers, regressions and embedding models, with their options."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.recipe.objectives import ObjectiveRow, ProblemType, ScoreLabels
+from ftkit.recipe.objectives import ObjectiveRow, Pooling, ProblemType, ScoreLabels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,33 @@ class ClassifyOptions:
     classes: list[str] | None = None
     """Names of the classes, in the order of their scores. Default: those of the training data,
     sorted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions:
+    """Options of `objective: embed`."""
+
+    negatives: int | None = None
+    """Documents of each query that do not answer it, beside those of all other queries of a step;
+    of records with more, the first ones count. Default: as many as every training record has."""
+    temperature: float = 0.05
+    """Number that cosines are divided by: the inverse of the scale in sentence-transformers, 20."""
+    pooling: Pooling = "last"
+    """The vector of a text: the hidden state of its last token, or the mean over all."""
+    sizes: list[int] | None = None
+    """Sizes to which vectors may be cut later: the loss of their first numbers is added, for each
+    size (Matryoshka). Default: vectors are used whole."""
+
+
+def _decided_of_embed(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Rules by its options; those of the data while these have not decided them."""
+    pooling, negatives = options.get("pooling", EmbedOptions.pooling), options.get("negatives")
+    rules: dict[str, Any] = {"scores": ScoreLabels(names=(), pooling=pooling)}
+    if negatives is None:
+        return rules
+    of_reader = {"negatives": negatives, "labelled": False}
+    rules["preference"] = f"queries {json.dumps(of_reader)}"
+    return rules | {"sequences": 2 + negatives}
 
 
 def _refuse(options: ClassifyOptions) -> None:
@@ -65,6 +92,21 @@ ROWS = (
         preference="classes",
         scores=ScoreLabels(problem_type="single_label_classification"),
         target_size=1,
+        shares_sequences=True,
+    ),
+    ObjectiveRow(
+        name="embed",
+        summary="vectors of texts, alike for a query and the document that answers it",
+        class_path="ftkit.extensions.heads.embed.Embed",
+        options=EmbedOptions,
+        above_0=("temperature",),
+        decided=_decided_of_embed,
+        settle_place="ftkit.extensions.heads.embed_data:settle",
+        answers_place="ftkit.extensions.heads.vectors:generate",
+        preference="queries",
+        scores=ScoreLabels(names=(), pooling="last"),
+        target_size=4,
+        observes="own",
         shares_sequences=True,
     ),
 )

@@ -14,10 +14,10 @@ _MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize
 _MODES: dict[Pooling, tuple[str, str]] = {
     "last": ("lasttoken", "pooling_mode_lasttoken"),
     "mean": ("mean", "pooling_mode_mean_tokens"),
-    "first": ("cls", "pooling_mode_cls_token"),
 }
 """Names of poolings, and their keys in files that all versions read."""
 _OTHER_MODES = (
+    "pooling_mode_cls_token",
     "pooling_mode_max_tokens",
     "pooling_mode_mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens",
@@ -74,8 +74,8 @@ def pooling_in(directory: Path, name: str) -> Pooling:
         if mode == named or (mode is None and settings.get(key) is True):
             return pooling
     raise UserError(
-        f"{file} names no pooling of a last, first or mean hidden state. Remove {MODULES} to train "
-        "the language model alone."
+        f"{file} names another pooling than that of the last token, or the mean. Remove {MODULES} "
+        "to train the language model alone."
     )
 
 
