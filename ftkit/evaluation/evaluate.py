@@ -17,7 +17,7 @@ from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import validation_loader
 from ftkit.data.samples.sample_set import Samples
 from ftkit.data.samples.shapes import FixedShapes
-from ftkit.data.sources import validation_sets
+from ftkit.data.sources import settled, validation_sets
 from ftkit.errors import UserError
 from ftkit.evaluation.loading import open_result
 from ftkit.evaluation.prompting import prompting_of
@@ -202,7 +202,9 @@ def _recipe(result: Result, options: EvaluateOptions) -> Recipe:
         ("eval.max_new_tokens", options.max_new_tokens),
     ]
     given = [(key, str(value)) for key, value in data_keys if value is not None]
-    return with_overrides(recipe, [*options.data, *given])
+    recipe = with_overrides(recipe, [*options.data, *given])
+    # What these data decide of an objective that nothing else says more about.
+    return settled(recipe) if result.recipe is None else recipe
 
 
 def _scoring(recipe: Recipe, options: EvaluateOptions) -> Scoring:

@@ -195,9 +195,11 @@ def predict_alone(base: BaseModel, plan: Plan, tokens: int) -> tuple[int, int]:
     least = largest_micro_batch(1, 2, padding_free=is_row, pieces=plan.mesh.context)
     # More than in training: all samples are one step, so no micro-batch is cut short.
     samples = plan.micro_batch_size if is_row else plan.padded_samples(max(1, tokens - 1))
+    each = objective_rules(plan.recipe.objective).sequences
     most = largest_micro_batch(
-        samples * objective_rules(plan.recipe.objective).sequences,
+        samples * each,
         tokens,
+        each=each,
         padding_free=is_row,
         most_tokens=plan.micro_batch_tokens if is_row else None,
         pieces=plan.mesh.context,
@@ -267,6 +269,7 @@ def heaviest_micro_batch(
     largest = largest_micro_batch(
         samples * rules.sequences,
         tokens,
+        each=rules.sequences,
         padding_free=is_row,
         most_tokens=plan.micro_batch_tokens if is_row else None,
         pieces=plan.mesh.context,

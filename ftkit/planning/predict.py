@@ -559,14 +559,17 @@ def certain_micro_batch(
     if recipe.train.global_batch_tokens is not None or recipe.train.step_ends_with_epoch:
         taken = 0  # how long the samples of its micro-batches are is known only in the run
     pieces = made.mesh.context
+    rules = objective_rules(recipe.objective)
     if known is None or not known.at_least or samples is None or taken * batch < samples:
-        return largest_micro_batch(1, 2, padding_free=padding_free, pieces=pieces)
+        each = rules.sequences
+        return largest_micro_batch(each, 2, padding_free=padding_free, pieces=pieces, each=each)
     places = made.micro_batch_size * made.mesh.data_ranks
     is_even = made.micro_steps is not None and places * made.micro_steps == batch
     rows = made.micro_batch_size if is_even and (taken - 1) * batch >= samples else 1
+    rows *= rules.sequences
     targets = known.label_tokens + rows - 1
     positions = known.at_least - 1
-    if objective_rules(recipe.objective).scores:
+    if rules.scores:
         targets, positions = rows, known.at_least
     in_row = positions + rows - 1
     here = -(-in_row // pieces)

@@ -94,24 +94,26 @@ def largest_micro_batch(
     pieces: int = 1,
     weighted: bool = False,
     scored: bool = False,
+    each: int = 1,
 ) -> MicroBatchSize:
     """Upper bound of micro-batches: samples of equal length whose tokens all carry loss.
 
     Args:
-        sequences: at most.
-        tokens: of the longest sample.
+        sequences: at most, a multiple of `each`.
+        tokens: of the longest sequence.
         padding_free: whether they lie in a row.
         most_tokens: of a row, but for a longer sample; None: as many as the samples have.
         pieces: ranks that share a row.
         weighted: whether their labels have weights.
         scored: whether each sequence has a score; else all tokens carry loss.
+        each: sequences of a sample, which stay together.
     """
     # Of tokens that are predicted, the last one is only a label.
     positions = tokens if scored else tokens - 1
     in_all = sequences * positions
     if most_tokens is not None:
-        in_all = min(in_all, max(most_tokens, positions))
-        sequences = -(-in_all // positions)
+        in_all = min(in_all, max(most_tokens, each * positions))
+        sequences = -(-in_all // (each * positions)) * each
     here = -(-in_all // pieces)
     return MicroBatchSize(
         # What fills up a row is one more.
@@ -469,8 +471,15 @@ def _pack(model: LanguageModel, kind: str) -> None:
             matrices.device_kind = kind
 
 
-def _made(size: MicroBatchSize, media: Any = None) -> Batch:
-    """A micro-batch of a size, as `ftkit.data.samples.loader.collate` makes it, with its media."""
+def _made(size: MicroBatchSize, media: Any = None, *, each: int = 1) -> Batch:
+    """A micro-batch of a size, as `ftkit.data.samples.loader.collate` makes it.
+
+    Args:
+        size: of the micro-batch.
+        media: of its sequences; None: they have none.
+        each: sequences of a sample; one more is what fills up a row.
+    """
+    count = size.sequences // each * each
     shape = (size.sequences, size.positions) if size.tokens is None else (1, size.tokens)
     divisor = torch.full((), float(size.targets), dtype=torch.float64)
     made: Batch = {
@@ -479,9 +488,9 @@ def _made(size: MicroBatchSize, media: Any = None) -> Batch:
         "labels": torch.zeros(size.targets, dtype=torch.long),
         "label_sequences": torch.zeros(size.targets, dtype=torch.long),
         "is_real": torch.ones(shape, dtype=torch.bool),
-        "is_real_sequence": torch.ones(size.sequences, dtype=torch.bool),
-        "lengths": size.lengths or (size.positions,) * size.sequences,
-        "numbers": tuple(range(size.sequences)),
+        "is_real_sequence": torch.ones(count, dtype=torch.bool),
+        "lengths": (size.lengths or (size.positions,) * size.sequences)[:count],
+        "numbers": tuple(range(count)),
         "sequence_lengths": size.lengths,
         "first": 0,
         "divisors": defaultdict(lambda: divisor),
@@ -528,8 +537,10 @@ class _Step:
         objective = make_objective(plan.recipe.objective)
         companion: Companion | None = None
         if (row := companion_row(plan.recipe.objective)) is not None:
+            each = objective_rules(plan.recipe.objective).sequences
+            count = batch.sequences // each * each
             companion = row.code().simulated(
-                objective, plan, model, frozen, sharding_beside, computing, batch.sequences
+                objective, plan, model, frozen, sharding_beside, computing, count
             )
         self._models = (model, *(companion.models if companion else ()))
         for other in self._models[1:]:
@@ -618,13 +629,14 @@ class _Step:
         self._watches_blocks = True
 
     def _new_batch(self) -> Batch:
-        made, size = _made(self._batch, self._media), self._batch
         rules = objective_rules(self._plan.recipe.objective)
+        made = _made(self._batch, self._media, each=rules.sequences)
+        count = len(made["numbers"])
         if rules.target_size:
-            made["targets"] = torch.ones(size.sequences, rules.target_size)
+            made["targets"] = torch.ones(count, rules.target_size)
         # A step of few samples may have fewer than the largest micro-batch.
-        count = max(self._plan.recipe.train.global_batch_size * rules.sequences, size.sequences)
-        made |= {"places": tuple(range(size.sequences)), "sequences_of_step": count}
+        of_step = max(self._plan.recipe.train.global_batch_size * rules.sequences, count)
+        made |= {"places": tuple(range(count)), "sequences_of_step": of_step}
         given = (*made.values(), *tensors_in(made.get(MEDIA)))
         self._live.assign((value for value in given if isinstance(value, Tensor)), "activations")
         return made

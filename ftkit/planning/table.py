@@ -20,7 +20,7 @@ from ftkit.planning.suggest import Change
 from ftkit.recipe.adapter_types import method_text
 from ftkit.recipe.batches import SOURCE_WORDS
 from ftkit.recipe.lora_layers import adapted_text
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import ObjectiveRules, objective_rules
 from ftkit.recipe.recipe import LoraRecipe, Recipe
 from ftkit.recipe.recipe_sections import rounding_of
 from ftkit.strategies.step_memory import CATEGORIES
@@ -231,7 +231,7 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "result", words
     batch = train.global_batch_size
     rules = objective_rules(planned.plan.recipe.objective)
-    samples = count_text(batch, "pair" if rules.sequences == 2 else "sequence")
+    samples = _samples_text(batch, rules)
     tokens = f"at most {planned.tokens_per_step:,} tokens"
     if train.global_batch_tokens is None:
         yield "batch", f"{samples} in a step ({_micro_steps(planned)}), {tokens}"
@@ -248,6 +248,15 @@ def _rows(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "steps", f"at most {planned.steps:,}"
     else:
         yield "steps", f"{planned.steps:,} at most, {planned.samples:,} samples per epoch at most"
+
+
+def _samples_text(count: int, rules: ObjectiveRules) -> str:
+    """Samples of a step in words."""
+    if rules.sequences == 1:
+        return count_text(count, "sequence")
+    if rules.preference == "pairs":
+        return count_text(count, "pair")
+    return f"{count_text(count, 'sample')} of {rules.sequences} sequences each"
 
 
 def _reference_text(reference: PlannedReference, recipe: Recipe) -> str:

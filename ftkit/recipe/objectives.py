@@ -19,7 +19,7 @@ from ftkit.utils.registry import Registry
 Preference = str
 """How records say what is learned of them beside their texts: the name of a row of `preferences`,
 and behind a space what this takes, as JSON. pairs: two answers to a prompt, the better one first.
-labels: one answer, and whether it is desirable."""
+labels: one answer, and whether it is desirable. queries: a query and its documents."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 """What scores of sequences mean, in the words of transformers."""
 Observed = Literal["own", "joined"]
@@ -29,6 +29,8 @@ Pooling = Literal["last", "mean"]
 """Which hidden state of a sequence is its vector: that of its last token, or the mean over all."""
 REWARD = "reward"
 """Objective of models with one score whose meaning their settings do not say."""
+RELEVANCE = "relevance"
+"""Name of the one score of rerankers, by which their settings say what it means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class ScoreLabels:
     names: tuple[str, ...] = ("LABEL_0",)
     """A name for each score; none of a vector, which no output layer computes."""
     problem_type: ProblemType | None = None
-    """None: one score, which is the higher the better an answer is."""
+    """None: one score, which is the higher the better an answer, or a document, is."""
     pooling: Pooling | None = None
     """Where the vector of a sequence is; None: it has scores."""
 
@@ -51,11 +53,18 @@ class ScoreLabels:
     @property
     def is_reward(self) -> bool:
         """Whether the score is a reward."""
-        return self.problem_type is None and self.pooling is None
+        return self.problem_type is None and not self.is_relevance and self.pooling is None
+
+    @property
+    def is_relevance(self) -> bool:
+        """Whether the score is that of a document for a query."""
+        return self.problem_type is None and self.names == (RELEVANCE,)
 
     @property
     def noun(self) -> str:
         """A model that gives them, for people."""
+        if self.is_relevance:
+            return "a reranker"
         if self.pooling is not None:
             return "an embedding model"
         return "a reward model" if self.is_reward else "a classifier"
@@ -65,6 +74,8 @@ class ScoreLabels:
         """The objective of such models, where no recipe says it."""
         if self.is_reward:
             return Component(class_path=REWARD, init_args={})
+        if self.is_relevance:
+            return Component(class_path="rerank", init_args={})
         if self.pooling is not None:
             return Component(class_path="embed", init_args={"pooling": self.pooling})
         options: dict[str, Any] = {"problem_type": self.problem_type}
@@ -184,6 +195,13 @@ class ObjectiveRow(ObjectiveRules):
                 raise UserError(
                     f"objective.{key} is {value!r}, but must be a list of different names. "
                     f"Try --objective.{key} '[good, bad]'."
+                )
+            if kind is int:
+                if type(value) is int and value >= 0:
+                    continue
+                raise UserError(
+                    f"objective.{key} is {value!r}, but must be a whole number of at least 0. Try "
+                    f"--objective.{key} 1."
                 )
             if kind == list[int]:
                 if _are_sizes(value):

@@ -157,6 +157,32 @@ def make_classified(count: int, problem: str, seed: int = 0) -> list[dict[str, A
     return rows
 
 
+def make_queries(count: int, negatives: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Queries with a document about the same, and others."""
+    rng = random.Random(seed)
+    kinds = {"colour": WORDS[:3], "animal": WORDS[3:5], "sky": WORDS[5:7]}
+
+    def text(kind: str) -> str:
+        return " ".join(rng.choice(kinds[kind]) for _ in range(rng.randint(1, 6)))
+
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        kind, *others = rng.sample([*kinds], 3)
+        about = [kind, *(rng.choice(others) for _ in range(negatives))]
+        positive, *rest = map(text, about)
+        rows.append({"query": text(kind), "positive": positive, "negative": rest})
+    return rows
+
+
+def make_labelled_queries(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Queries with one document, and a label that says whether it is about the same."""
+    return [
+        {"query": row["query"], "document": text, "label": label}
+        for row in make_queries(count // 2, 1, seed)
+        for label, text in ((1, row["positive"]), (0, row["negative"][0]))
+    ]
+
+
 def make_scored_model(directory: Path, scores: "ScoreLabels") -> Path:
     """A tiny model that gives sequences scores, in Hugging Face layout, without a run."""
     from ftkit.models.architectures.architecture import HEAD

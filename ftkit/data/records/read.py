@@ -40,17 +40,20 @@ class RecordSet:
     """Bad records that are left out, by split (train, val)."""
 
 
-def read_records(file: Path, *, answered: bool = True) -> list[Record]:
+def read_records(
+    file: Path, *, answered: bool = True, reader: RecordReader | None = None
+) -> list[Record]:
     """Read the records of one file of any format.
 
     Args:
         file: what to read.
         answered: whether each must have its answer.
+        reader: of records of another kind; None: each has one answer, or none.
 
     Raises:
         UserError: with file, place and reason.
     """
-    reader = RecordReader(answered=answered)
+    reader = RecordReader(answered=answered) if reader is None else reader
     return reader.records(_rows([file], reader), _place)
 
 

@@ -18,6 +18,7 @@ from ftkit.evaluation.generate import check_shapes, records_of, shown, write_ent
 from ftkit.evaluation.prompting import Prompting, check_system, prompting_for, question_of
 from ftkit.evaluation.result import Result
 from ftkit.evaluation.session import Session, start_session
+from ftkit.extensions.heads.text_pairs import encode_wholes
 from ftkit.models.chat_templates.template import TemplateRefusal
 from ftkit.models.language_model import output_of
 from ftkit.models.loss import Scores
@@ -42,7 +43,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
     Raises:
         UserError: something is missing, or an option means nothing for classes.
     """
-    _refuse(options)
+    refuse_options(options)
     records = records_of(options)
     check_shapes(records, options)
     session = start_session(result, options)
@@ -51,11 +52,11 @@ def generate(result: Result, options: GenerateOptions) -> int:
     prompting = prompting_for(session.loaded.prompting, options, session.loaded.base)
     if prompting is not None and options.system is not None:
         check_system(prompting.template, options.system)
-    texts = [_encoded(record, prompting, session, options.system) for record in records]
+    texts = [encoded(record, prompting, session, options.system) for record in records]
     title = f"classifying {len(records)} texts"
     with Display(None, stream=sys.stderr) as display, display.phase(title, brief=True) as phase:
         found = []
-        for rows in _scores(texts, session):
+        for rows in scores_of(texts, session):
             found += [answer_of(row, scores) for row in rows]
             phase.advance(len(found), len(records))
     entries = [as_given(record) | one for record, one in zip(records, found, strict=True)]
@@ -105,7 +106,7 @@ def _text(answer: dict[str, Any]) -> str:
     return f"{label} ({first}{more})"
 
 
-def _refuse(options: GenerateOptions) -> None:
+def refuse_options(options: GenerateOptions) -> None:
     """Refuse options of answers in tokens."""
     given = {
         "compare_base": options.compare_base,
@@ -120,7 +121,7 @@ def _refuse(options: GenerateOptions) -> None:
             )
 
 
-def _encoded(
+def encoded(
     record: Record, prompting: Prompting | None, session: Session, system: str | None
 ) -> list[int]:
     """Token ids of a text as in training: of a conversation all of it, and nothing behind it."""
@@ -134,7 +135,8 @@ def _encoded(
         prompting is None or prompting.origin in ("model", "name")
     )
     if not messages or prompting is None or is_alone:
-        ids: list[int] = base.tokenizer.encode(question.text).tolist()
+        alone = record if "text_pair" in record else {"text": question.text}
+        (ids,) = encode_wholes(base.tokenizer, [alone])
     else:
         if system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": system}, *messages)
@@ -156,7 +158,7 @@ def _encoded(
 
 
 @torch.no_grad()
-def _scores(texts: Sequence[list[int]], session: Session) -> Iterator[torch.Tensor]:
+def scores_of(texts: Sequence[list[int]], session: Session) -> Iterator[torch.Tensor]:
     """Scores of a few texts at a time, [texts, scores] float32 on the host."""
     model = session.loaded.model
     for start in range(0, len(texts), _ROWS):

@@ -1,12 +1,18 @@
-"""Objectives of classifiers, regressions and embedding models, with their options."""
+"""Objectives of classifiers, regressions, rerankers and embedding models, with their options."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.objectives import ObjectiveRow, Pooling, ProblemType, ScoreLabels
+from ftkit.recipe.objectives import (
+    RELEVANCE,
+    ObjectiveRow,
+    Pooling,
+    ProblemType,
+    ScoreLabels,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +25,19 @@ class ClassifyOptions:
     classes: list[str] | None = None
     """Names of the classes, in the order of their scores. Default: those of the training data,
     sorted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerankOptions:
+    """Options of `objective: rerank`."""
+
+    loss: Literal["lists", "pairs", "points"] = "lists"
+    """Loss of a query. lists: the cross-entropy of its document among all that it has; pairs: of
+    its document and each of the others; points: each document for itself, right or wrong."""
+    negatives: int | None = None
+    """Documents of each query that do not answer it; of records with more, the first ones count.
+    Default: as many as every training record has. 0, for points: records have one document with a
+    label from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +98,28 @@ def _decided(options: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _refuse_of_rerank(options: RerankOptions) -> None:
+    if options.negatives == 0 and options.loss != "points":
+        raise UserError(
+            f"objective.negatives is 0, but objective.loss is {options.loss}, which compares the "
+            "documents of a query. Try --objective.negatives 1; or, if each record has one "
+            "document with a label, --objective.loss points."
+        )
+
+
+def _decided_of_rerank(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Rules by its options; none while its data have not decided them."""
+    negatives = options.get("negatives")
+    if negatives is None:
+        return {}
+    of_reader = {"negatives": negatives, "labelled": negatives == 0, "together": True}
+    return {
+        "preference": f"queries {json.dumps(of_reader)}",
+        "sequences": 1 + negatives,
+        "target_size": int(negatives == 0),
+    }
+
+
 ROWS = (
     ObjectiveRow(
         name="classify",
@@ -95,13 +136,26 @@ ROWS = (
         shares_sequences=True,
     ),
     ObjectiveRow(
+        name="rerank",
+        summary="a score that is higher for the document that answers a query",
+        class_path="ftkit.extensions.heads.rerank.Rerank",
+        options=RerankOptions,
+        refuse=_refuse_of_rerank,
+        decided=_decided_of_rerank,
+        settle_place="ftkit.extensions.heads.negatives:settle_rerank",
+        answers_place="ftkit.extensions.heads.rank:generate",
+        preference="queries",
+        scores=ScoreLabels(names=(RELEVANCE,)),
+        shares_sequences=True,
+    ),
+    ObjectiveRow(
         name="embed",
         summary="vectors of texts, alike for a query and the document that answers it",
         class_path="ftkit.extensions.heads.embed.Embed",
         options=EmbedOptions,
         above_0=("temperature",),
         decided=_decided_of_embed,
-        settle_place="ftkit.extensions.heads.embed_data:settle",
+        settle_place="ftkit.extensions.heads.negatives:settle_embed",
         answers_place="ftkit.extensions.heads.vectors:generate",
         preference="queries",
         scores=ScoreLabels(names=(), pooling="last"),

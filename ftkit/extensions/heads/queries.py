@@ -28,7 +28,7 @@ Part = str | Turns
 
 TEXTS = "texts"
 """Key of a canonical record: its texts or conversations, one for each sequence of its sample."""
-_QUERY = ("query", "anchor", "question", "sentence1")
+QUERY_KEYS = ("query", "anchor", "question", "sentence1")
 _POSITIVE = (
     *("positive", "pos", "document", "passage", "answer", "response", "sentence2"),
     "positive_messages",
@@ -37,7 +37,7 @@ _NEGATIVE = ("negative", "negatives", "neg", "rejected_response", "negative_mess
 _NUMBERED = re.compile(r"negative_([0-9]{1,4})")
 _LABEL = ("label", "score")
 _MESSAGES = ("positive_messages", "negative_messages")
-_LISTS = frozenset((*_POSITIVE, *_NEGATIVE))
+_LISTS = frozenset((*_POSITIVE, *_NEGATIVE, "documents"))
 _RULE = (
     "A record has a query, a document that answers it (positive) and, if needed, others that do "
     "not (negative, negative_1, negative_2, ...); or a label beside the document."
@@ -102,7 +102,7 @@ class QueryReader(RecordReader):
     def _record(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
         if is_preference(row):
             raise Refusal(PAIR.format("queries with documents"))
-        found = query_in(row, frozenset(self._columns))
+        found = self._found_in(row)
         record: Record = {TEXTS: self._texts(found, row)}
         check_unweighted(row, record[TEXTS], "a query is learned with all of its documents")
         if (weight := record_weight(row)) != 1:
@@ -111,6 +111,9 @@ class QueryReader(RecordReader):
         if (target := self._target(found)) is not None:
             record["target"] = target
         return record
+
+    def _found_in(self, row: Mapping[str, Any]) -> Found:
+        return query_in(row, frozenset(self._columns))
 
     def _count_others(self, value: dict[str, Any], found: Found, record: Record) -> None:
         """Count keys that are not used."""
@@ -178,7 +181,7 @@ class QueryReader(RecordReader):
                     f" has a label ({found.label[0]}), but the objective learns which document "
                     "answers a query: the first one, whatever its label is.\nRemove the records "
                     f"whose document does not answer, and {found.label[0]} from the others; or "
-                    "learn from labels."
+                    "learn from labels (objective.loss)."
                 )
             return None
         if found.label is None:
@@ -216,21 +219,21 @@ def query_in(row: Mapping[str, Any], named: frozenset[str] = frozenset()) -> Fou
         Misfit: it has no query or no document, or two of one.
     """
     messages = any(not is_empty(row.get(key)) for key in _MESSAGES)
-    query_key = _one_of(row, (*(CONVERSATION_KEYS if messages else ()), *_QUERY), named, "query")
-    positive_key = _one_of(row, _POSITIVE, named, "positive")
+    query_key = one_of(row, (*(CONVERSATION_KEYS if messages else ()), *QUERY_KEYS), named, "query")
+    positive_key = one_of(row, _POSITIVE, named, "positive")
     negative_keys = [key for key in _NEGATIVE if not is_empty(row.get(key))]
     numbered = [(int(match[1]), key) for key in row if (match := _NUMBERED.fullmatch(key))]
     negative_keys += [key for _, key in sorted(numbered) if not is_empty(row[key])]
     query = row[query_key]
     if not isinstance(query, str | list):
         raise Misfit(f": {query_key} is {kind_of(query)}. {_RULE}\nMake {query_key} a text.")
-    positives = _documents(row, positive_key)
+    positives = documents_in(row, positive_key)
     if len(positives) > 1:
         raise Misfit(
             f": {positive_key} holds {len(positives)} documents, but a record has one that answers "
             f"its query.\nWrite a record for each, with the same {query_key}."
         )
-    negatives = [one for key in negative_keys for one in _documents(row, key)]
+    negatives = [one for key in negative_keys for one in documents_in(row, key)]
     label = next(((key, row[key]) for key in _LABEL if not is_empty(row.get(key))), None)
     keys = [query_key, positive_key, *negative_keys]
     if label is not None and (not negatives or label[0] == "label"):
@@ -238,7 +241,7 @@ def query_in(row: Mapping[str, Any], named: frozenset[str] = frozenset()) -> Fou
     return Found(query, [*positives, *negatives], label, tuple(keys))
 
 
-def _one_of(row: Mapping[str, Any], keys: Sequence[str], named: frozenset[str], ours: str) -> str:
+def one_of(row: Mapping[str, Any], keys: Sequence[str], named: frozenset[str], ours: str) -> str:
     """The one key of a row that has a value."""
     keys = (ours,) if ours in named else keys
     found = [key for key in keys if not is_empty(row.get(key))]
@@ -255,7 +258,7 @@ def _one_of(row: Mapping[str, Any], keys: Sequence[str], named: frozenset[str], 
     return found[0]
 
 
-def _documents(row: Mapping[str, Any], key: str) -> list[Part]:
+def documents_in(row: Mapping[str, Any], key: str) -> list[Part]:
     """The documents under a key: a text, a list of texts, or of lists of messages."""
     value = row[key]
     if isinstance(value, str):

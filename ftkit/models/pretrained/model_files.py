@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.stored_forms import quantized_weights, stored_form
+from ftkit.models.pretrained.vector_files import MODULES, POOLING, pooling_in
 from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import ProblemType, ScoreLabels
@@ -33,9 +34,6 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
 )
 """Settings of multimodal models for preparing images and sounds."""
-
-MODULES, POOLING = "modules.json", "1_Pooling/config.json"
-"""Files of sentence-transformers beside a model that gives vectors."""
 
 CARD = "README.md"
 """A model card; its head names the licence of a base model."""
@@ -115,8 +113,6 @@ def scores_of_model(directory: Path, settings: Mapping[str, Any], name: str) -> 
         return scores_in(settings, name)
     if not (directory / MODULES).is_file():
         return None
-    from ftkit.models.pretrained.vector_files import pooling_in
-
     return ScoreLabels(names=(), pooling=pooling_in(directory, name))
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from ftkit.errors import UserError
-from ftkit.models.pretrained.model_files import MODULES, POOLING
 from ftkit.recipe.objectives import Pooling
 from ftkit.utils.damaged_files import reading, require_regular
+from ftkit.utils.json_values import from_json
 
+MODULES, POOLING = "modules.json", "1_Pooling/config.json"
+"""Files of sentence-transformers beside a model that gives vectors."""
 _PACKAGE = "sentence_transformers.models."
 _MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 _MODES: dict[Pooling, tuple[str, str]] = {
@@ -80,8 +82,6 @@ def pooling_in(directory: Path, name: str) -> Pooling:
 
 
 def _read(file: Path, kind: Any) -> Any:
-    from ftkit.utils.json_values import from_json
-
     require_regular(file)
     with reading(file, "JSON of sentence-transformers", advice="Download it again."):
         return from_json(kind, json.loads(file.read_text(encoding="utf-8")))

@@ -176,9 +176,8 @@ def test_a_micro_batch_has_the_losses_of_its_queries_and_the_gradients_of_its_te
 def texts_of(count: int) -> list[np.ndarray[Any, Any]]:
     """Texts of different lengths: queries, documents and negatives in turn."""
     rng = np.random.default_rng(5)
-    return [
-        rng.integers(3, 300, size=int(rng.integers(1, 9)), dtype=np.int32) for _ in range(count)
-    ]
+    lengths = rng.integers(1, 9, size=count).tolist()
+    return [rng.integers(3, 300, size=length, dtype=np.int32) for length in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +211,10 @@ def nothing(*_: object) -> None:
     """Nobody watches."""
 
 
-@pytest.mark.parametrize("padding_free", [True, False])
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dropout", "pooling", "padding_free"),
+    [(0.0, "last", True), (0.1, "mean", True), (0.1, "last", False)],
+)
 def test_gradients_are_those_of_one_undivided_pass(
     dropout: float, pooling: Any, padding_free: bool, base: BaseModel
 ) -> None:
@@ -252,7 +252,7 @@ def test_gradients_are_those_of_one_undivided_pass(
         assert shares[0].item() == pytest.approx(expected.item(), rel=1e-6)
         for found, parameter in zip(gradients, trainable(model), strict=True):
             assert found is not None and parameter.grad is not None
-            torch.testing.assert_close(parameter.grad, found, rtol=1e-5, atol=1e-7)
+            assert (parameter.grad - found).norm() <= 1e-5 * found.norm()
     if dropout:  # so that the test could fail: another step has other masks
         with model.body.tokens.of(step + 1, whole):
             others = pooled(output_of(model, whole, Hidden()), whole, pooling)
