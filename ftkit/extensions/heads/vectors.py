@@ -50,13 +50,23 @@ def generate(result: Result, options: GenerateOptions) -> int:
     refuse_options(options)
     records = records_of(options)
     check_shapes(records, options)
+    if options.input is not None or (
+        options.system is not None and not all("messages" in one for one in records)
+    ):
+        key = "system" if options.input is None else "input"
+        raise UserError(
+            f"--{key} belongs to conversations, but a prompt is embedded as it is. Leave --{key} "
+            "out, or write it into the text."
+        )
     session = start_session(result, options)
     scores = session.loaded.base.architecture.scores
     assert scores is not None and scores.pooling is not None
     prompting = prompting_for(session.loaded.prompting, options, session.loaded.base)
     if prompting is not None and options.system is not None:
         check_system(prompting.template, options.system)
-    texts = [encoded(record, prompting, session, options.system) for record in records]
+    # A prompt is a text: only conversations are written by a template.
+    whole = [one if "messages" in one else {"text": question_of(one).text} for one in records]
+    texts = [encoded(record, prompting, session, options.system) for record in whole]
     title = f"embedding {len(records)} texts"
     with Display(None, stream=sys.stderr) as display, display.phase(title, brief=True) as phase:
         found: list[Tensor] = []
