@@ -572,6 +572,8 @@ def certain_micro_batch(
     if rules.scores:
         targets, positions = rows, known.at_least
     in_row = positions + rows - 1
+    if rules.scores and rules.scores.pooling == "mean":
+        targets = in_row
     here = -(-in_row // pieces)
     return MicroBatchSize(
         sequences=rows + (here * pieces > in_row),

@@ -50,7 +50,7 @@ from ftkit.planning.media import allocated, simulated_media
 from ftkit.planning.tracker import LiveTensors, Stretch
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.kernels import has_liger
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import ScoreLabels, objective_rules
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
@@ -93,7 +93,7 @@ def largest_micro_batch(
     most_tokens: int | None = None,
     pieces: int = 1,
     weighted: bool = False,
-    scored: bool = False,
+    scores: ScoreLabels | None = None,
     each: int = 1,
 ) -> MicroBatchSize:
     """Upper bound of micro-batches: samples of equal length whose tokens all carry loss.
@@ -105,11 +105,12 @@ def largest_micro_batch(
         most_tokens: of a row, but for a longer sample; None: as many as the samples have.
         pieces: ranks that share a row.
         weighted: whether their labels have weights.
-        scored: whether each sequence has a score; else all tokens carry loss.
+        scores: what each sequence has, at one token or as a mean over all; None: all tokens but
+            the first one carry loss.
         each: sequences of a sample, which stay together.
     """
     # Of tokens that are predicted, the last one is only a label.
-    positions = tokens if scored else tokens - 1
+    positions = tokens if scores else tokens - 1
     in_all = sequences * positions
     if most_tokens is not None:
         in_all = min(in_all, max(most_tokens, each * positions))
@@ -119,7 +120,7 @@ def largest_micro_batch(
         # What fills up a row is one more.
         sequences=sequences + (here * pieces > in_all),
         positions=positions,
-        targets=sequences if scored else here,
+        targets=sequences if scores and scores.pooling != "mean" else here,
         tokens=here if padding_free else None,
         pieces=pieces,
         weighted=weighted,

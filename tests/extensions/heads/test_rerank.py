@@ -191,7 +191,7 @@ def test_the_name_of_its_score_says_that_a_model_is_a_reranker() -> None:
 def test_rows_of_limited_tokens_hold_whole_samples(tokens: int) -> None:
     for each in (2, 3, 5):
         size = largest_micro_batch(
-            10 * each, 80, padding_free=True, most_tokens=tokens, scored=True, each=each
+            10 * each, 80, padding_free=True, most_tokens=tokens, scores=ScoreLabels(), each=each
         )
         assert size.sequences % each == 0
         assert size.tokens == min(10 * each * 80, max(tokens, each * 80))
