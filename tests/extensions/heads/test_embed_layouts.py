@@ -2,18 +2,22 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import AutoPeftModelForFeatureExtraction
 from rank_jobs import NO_EVALUATION, Case, Entries, Outcome, chosen, make_run, repeated
 from tiny import WORDS
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
+from ftkit.cli.app import run
 from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.samples.sampler import EpochOrder
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -43,13 +47,13 @@ STEPS = 9
 
 
 def make_queries(count: int) -> list[dict[str, str]]:
-    """Queries with a document that has their words, and one that has others; some repeat."""
+    """Queries with a document that has their words, and one that has others; documents repeat."""
     rng = random.Random(1)
     rows = []
-    for _ in range(count):
-        one, other = rng.sample(WORDS, 2)
-        rest = " ".join(rng.choice(WORDS) for _ in range(rng.randint(0, 6)))
-        rows.append({"query": f"{rest} {one}?", "positive": f"{one} {one}", "negative": other})
+    for number in range(count):
+        one, two, other = rng.sample(WORDS, 3)
+        asked = f"{number}{' what' * rng.randint(0, 6)} {one} {two}"
+        rows.append({"query": asked, "positive": f"{one} {two}", "negative": f"{other} {one}"})
     return rows
 
 
@@ -147,7 +151,8 @@ def test_a_resumed_run_has_the_same_bits(found: Found) -> None:
 
 
 def recipe_of(outcome: Outcome) -> Recipe:
-    return read_recipe([outcome.checkpoint / "recipe.yaml"], [], method="full")
+    method: Method = "lora" if (outcome.out_dir / "final/adapter_config.json").exists() else "full"
+    return read_recipe([outcome.checkpoint / "recipe.yaml"], [], method=method)
 
 
 def data_of(outcome: Outcome, directory: Path) -> DataSets:
@@ -213,3 +218,105 @@ def test_the_losses_are_those_of_a_plain_loop(kind: str, found: Found) -> None:
         optimizer.zero_grad()
     assert len(each) == 8, "the last step is a short one"
     assert outcome.losses == pytest.approx(losses, rel=1e-5)
+
+
+def check_validation(outcome: Outcome, model: Any, data: DataSets, kind: str) -> None:
+    """The last validation of a run is that of the vectors of another program, all at once."""
+    each = [data.val.sequences(i) for i in range(len(data.val))]
+    keys = [[tuple(one.ids.tolist()) for one in sample] for sample in each]
+    with torch.no_grad():
+        vectors = [[vector(model, one.ids, kind) for one in sample] for sample in each]
+    sizes = [vectors[0][0].shape[1], *((32, 8) if kind == MEAN else ())]
+    expected = plain_loss(vectors, keys, sizes).item()
+    assert outcome.validation_losses[-1] == pytest.approx(expected, rel=1e-5)
+
+
+def by_files(directory: Path, texts: Sequence[str]) -> Tensor:
+    """Vectors as the files of sentence-transformers say, by itself if it is there."""
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        names = [one["type"].split(".")[-1] for one in read_json(directory / "modules.json")]
+        assert names == ["Transformer", "Pooling", "Normalize"]
+        settings = read_json(directory / "1_Pooling/config.json")
+        (mode,) = (key for key, value in settings.items() if value is True and "mode" in key)
+        model = AutoModel.from_pretrained(directory)
+        assert settings["word_embedding_dimension"] == model.config.hidden_size
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        kind = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}[mode]
+        ids = [np.array(tokenizer(text)["input_ids"]) for text in texts]
+        with torch.no_grad():
+            return torch.cat([F.normalize(vector(model, one, kind)) for one in ids])
+    encoder = SentenceTransformer(str(directory), device="cpu")
+    return torch.from_numpy(encoder.encode([*texts]))
+
+
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
+TEXTS = [f"{'red ' * (number % 5)}cat" for number in range(20)]
+
+
+def made_by_ftkit(result: Path, directory: Path) -> Tensor:
+    prompts, out = directory / "prompts.txt", directory / "vectors.npy"
+    prompts.write_text("\n".join(TEXTS) + "\n")
+    assert run(["generate", str(result), "--prompts", str(prompts), "--out", str(out)]) == 0
+    found = np.load(out)
+    assert found.dtype == np.float32 and found.shape == (len(TEXTS), 64)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    return torch.from_numpy(found)
+
+
+@pytest.mark.parametrize("kind", [LAST, MEAN])
+def test_other_programs_give_the_vectors_of_the_run(
+    kind: str, found: Found, tmp_path: Path
+) -> None:
+    outcome = found[kind,]
+    final = outcome.out_dir / "final"
+    model, loading = AutoModel.from_pretrained(final, output_loading_info=True)
+    assert not any(loading.values()), loading
+    check_validation(outcome, model, data_of(outcome, final), kind)
+    outcome.complete()
+    of_run = made_by_ftkit(outcome.out_dir, tmp_path)
+    torch.testing.assert_close(by_files(final, TEXTS), of_run, rtol=0, atol=1e-5)
+    # Apart from the run, the files say where vectors are.
+    alone = shutil.copytree(final, tmp_path / "alone")
+    (tmp_path / "again").mkdir()
+    again = made_by_ftkit(alone, tmp_path / "again")
+    torch.testing.assert_close(again, of_run, rtol=0, atol=1e-5)
+
+
+def test_peft_gives_the_vectors_of_the_run(found: Found, tmp_path: Path) -> None:
+    outcome = found[LORA,]
+    adapter = outcome.out_dir / "final"
+    model = AutoPeftModelForFeatureExtraction.from_pretrained(adapter)
+    assert model.peft_config["default"].task_type == "FEATURE_EXTRACTION"
+    check_validation(outcome, model, data_of(outcome, adapter), LAST)
+    outcome.complete()
+    merged = tmp_path / "merged"
+    assert run(["merge", str(outcome.out_dir), "--out", str(merged)]) == 0
+    of_run = made_by_ftkit(outcome.out_dir, tmp_path)
+    torch.testing.assert_close(by_files(merged, TEXTS), of_run, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [MEAN, LORA, "checkpoint"])
+def test_results_are_evaluated_as_in_their_run(
+    kind: str, found: Found, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = found[LAST if kind == "checkpoint" else kind,]
+    outcome.complete()
+    named = outcome.checkpoint if kind == "checkpoint" else outcome.out_dir
+    capsys.readouterr()
+    assert run(["evaluate", str(named), "--format", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    terms = {name: term.validation_last for name, term in outcome.report.terms.items()}
+    assert {*terms} == {"recall_at_1", "recall_at_10", "mrr"}
+    assert values["loss"] == pytest.approx(outcome.validation_losses[-1], rel=1e-6)
+    assert values["terms"] == pytest.approx(terms, rel=1e-5)
+    assert values["perplexity"] is None and values["exact_match"] is None
+
+
+def test_vectors_are_learned(found: Found) -> None:
+    losses = found[LAST,].validation_losses
+    assert losses[-1] < 0.7 * losses[0]
