@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -202,6 +202,7 @@ def make_objective(objective: Component) -> Objective:
     made = objective_row(name).make(options)
     assert isinstance(made, Objective)
     check_terms(made)
+    check_observing(made)
     return made
 
 
@@ -231,6 +232,25 @@ def check_terms(objective: Objective) -> None:
             f"{name}.terms has no term with a coefficient, so there is no loss. Leave out "
             "coefficient=None of one."
         )
+
+
+def check_observing(objective: Objective) -> None:
+    """Refuse an objective that observes steps and does not say what.
+
+    Raises:
+        UserError: `observes` is something else, or a method that it needs is missing.
+    """
+    name, observes = type(objective).__name__, objective.observes
+    if observes not in (None, *get_args(Observed)):
+        raise UserError(f"{name}.observes is {observes!r}, but must be own, joined or None.")
+    needed = ["observed", "of_step"] if observes else []
+    needed += ["joined"] if observes == "joined" else []
+    for method in needed:
+        if getattr(type(objective), method) is getattr(Objective, method):
+            raise UserError(
+                f"{name}.observes is {observes}, but {name} has no {method}. Define it, or leave "
+                "observes out."
+            )
 
 
 def checked_amounts(objective: Objective, samples: Samples) -> Amounts:

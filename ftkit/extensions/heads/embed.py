@@ -25,7 +25,7 @@ from ftkit.objectives.objective import (
     Objective,
     Term,
 )
-from ftkit.recipe.objectives import Pooling
+from ftkit.recipe.objectives import Pooling, ScoreLabels
 
 QUERIES = "queries"
 KEY_SIZE = 4
@@ -53,6 +53,7 @@ class Embed(Objective):
     equal query, are left out.
     """
 
+    scores = ScoreLabels(names=(), pooling="last")
     observes = "own"
     shares_sequences = True
     of_sequences = True
