@@ -72,8 +72,9 @@ class OwnDataOptions:
     columns: dict[str, str] | None = None
     """Names of the records' keys where they differ from ftkit's: --data.columns.instruction
     question --data.columns.output answer. ftkit's names are instruction, input, output, sys_prompt,
-    history; prompt, completion; messages, tools, system; text; inside messages role and content.
-    user_role, assistant_role, system_role and tool_role are the names of roles."""
+    history; prompt, completion; messages, tools, system; text; of some objectives chosen, rejected;
+    label, text_pair; query, positive, negative; inside messages role and content. user_role,
+    assistant_role, system_role and tool_role are the names of roles."""
     subset: str | None = None
     """Subset (configuration) of a hub data set."""
     split: str | None = None

@@ -17,6 +17,7 @@ from ftkit.data.records.formats import format_of, text_of
 from ftkit.data.records.media import MEDIA, as_given, asked_with, numbered
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
+from ftkit.data.records.shapes import RecordReader
 from ftkit.errors import UserError
 from ftkit.evaluation.prompting import question_of
 from ftkit.evaluation.result import Result, base_result, require_answers
@@ -121,8 +122,13 @@ def _answer_all(
     return answers
 
 
-def records_of(options: GenerateOptions) -> list[Record]:
-    """Read the prompts: lines of a text, or records of any shape."""
+def records_of(options: GenerateOptions, reader: RecordReader | None = None) -> list[Record]:
+    """Read the prompts: lines of a text, or records of any shape.
+
+    Args:
+        options: that name them.
+        reader: of files with records; None: each has one answer, or none.
+    """
     if options.prompt is not None:
         if options.image:
             messages, media = numbered([asked_with(options.prompt, "image", options.image)])
@@ -133,7 +139,7 @@ def records_of(options: GenerateOptions) -> list[Record]:
     file = options.prompts.expanduser()
     # In a .txt file each line is a prompt; other formats hold records.
     if (kind := format_of(file)) is not None and kind.name != "txt":
-        return read_records(file, answered=False)
+        return read_records(file, answered=False, reader=reader)
     try:
         # Not splitlines(), which also cuts at separators that prompts may hold.
         # utf-8-sig drops the byte order mark that editors on Windows write.

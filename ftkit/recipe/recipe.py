@@ -58,7 +58,8 @@ class Train:
     """Length of the training, batch sizes and learning rate."""
 
     global_batch_size: Annotated[Tunable[int], at_least(1)] = 16
-    """Sequences per optimizer step, over all ranks; preference pairs count as one."""
+    """Sequences per optimizer step, over all ranks; preference pairs, and queries with their
+    documents, count as one."""
     global_batch_tokens: Annotated[Tunable[int | None], at_least(1)] = None
     """In the place of global_batch_size: a step takes samples in their order up to so many tokens
     over all ranks, at least one, and ends with the epoch. How they lie in rows never changes it."""
@@ -66,7 +67,7 @@ class Train:
     """Whether the last step of an epoch takes only the samples that are left, as in transformers'
     Trainer; else every step but the run's last one has the same size."""
     micro_batch_size: Annotated[Hardware[int | Literal["auto"] | None], at_least(1)] = None
-    """Most sequences (or preference pairs) per forward pass on one rank. Affects time and memory,
+    """Most sequences (or pairs, or queries) per forward pass on one rank. Affects time and memory,
     never the loss. auto: as many as are predicted to fit in the free memory of the device. Default:
     as many as fit in micro_batch_tokens."""
     micro_batch_tokens: Annotated[Hardware[int | Literal["auto"] | None], at_least(1)] = None

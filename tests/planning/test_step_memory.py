@@ -63,11 +63,17 @@ ONE_CLASS = (
     ("objective.classes", CLASSES),
 )
 EMBED = (
-    *(("data.json_path", "BESIDE/queries.json"), PAIRS[1], ("objective", "embed")),
+    *(("data.json_path", "BESIDE/documents.json"), PAIRS[1], ("objective", "embed")),
     ("objective.negatives", 1),
 )
 MEAN = (*EMBED, ("objective.pooling", "mean"), ("objective.sizes", Entries([64, 16])))
 SEVERAL_CLASSES = (*ONE_CLASS, ("objective.problem_type", "multi_label_classification"))
+RERANK = (
+    ("data.json_path", "BESIDE/queries.json"),
+    PAIRS[1],
+    ("objective", "rerank"),
+    ("objective.negatives", 3),
+)
 VALUES = (*TEXTS, ("objective.problem_type", "regression"))
 WITH_BASE = (*KTO, ("reference", "BASE"))
 SHARDED_BESIDE = ("memory.shard_model_beside", True)
@@ -82,6 +88,7 @@ SINGLE = [
     Case("single", "lora", "bf16-true", (("quantize", "bnb.nf4-dq"),)),
     Case("single", "full", "32-true", (*IN_BACKWARD, EVERY_2ND_CHECKPOINTED)),
     Case("single", "full", "32-true", (*SEVERAL_CLASSES, WHOLE_BATCH)),
+    Case("single", "full", "32-true", (*RERANK, ("train.micro_batch_size", 2))),
 ]
 MORE_SINGLE = [
     Case("single", "full", "bf16-true", TOKENS),
@@ -104,6 +111,7 @@ MORE_SINGLE = [
     Case("single", "full", "32-true", (*EMBED, ("train.micro_batch_size", 2))),
     Case("single", "lora", "bf16-true", (*MEAN, ("lora_head", False), WHOLE_BATCH)),
     Case("single", "full", "bf16-mixed", (*MEAN, CHECKPOINTED)),
+    Case("single", "lora", "bf16-true", (*RERANK, ("lora_head", False), *TOKENS)),
 ]
 ROUTERS = ("router_aux_loss_coef", 0.1)
 WITH_EXPERTS = [
@@ -137,6 +145,8 @@ MORE_SEVERAL = [
     Case("fsdp", "full", "bf16-mixed", LAST_MATRICES),
     Case("ddp", "full", "bf16-true", (*SHARED, WHOLE_BATCH)),
     Case("fsdp", "full", "32-true", (*SHARED, *SIMPO, ("train.micro_batch_size", 2))),
+    Case("fsdp", "full", "32-true", (*RERANK, ("train.micro_batch_size", 2))),
+    Case("ddp", "full", "32-true", (*SHARED, *RERANK, ("train.micro_batch_size", 2))),
 ]
 DEEPSPEED = [
     Case("deepspeed", "lora", "bf16-true", (("train.micro_batch_size", 4),)),
@@ -180,13 +190,18 @@ def write_pairs(file: Path, words: list[int]) -> None:
         for number, both in enumerate(answers)
     ]
     file.with_name("labelled.json").write_text(json.dumps(labelled))
-    queries = [
+    documents = [
         {"query": both["chosen"], "positive": both["rejected"], "negative": "green " * count}
         for both, count in zip(answers, words, strict=True)
     ]
-    file.with_name("queries.json").write_text(json.dumps(queries))
+    file.with_name("documents.json").write_text(json.dumps(documents))
     texts = [{"text": both["chosen"], "label": number} for number, both in enumerate(answers)]
     file.with_name("texts.json").write_text(json.dumps(texts))
+    queries = [
+        {"query": "n", "positive": both["chosen"], "negative": [both["rejected"]] * 3}
+        for both in answers
+    ]
+    file.with_name("queries.json").write_text(json.dumps(queries))
 
 
 def make_experts(directory: Path) -> Path:

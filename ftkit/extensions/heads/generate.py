@@ -18,6 +18,7 @@ from ftkit.evaluation.generate import check_shapes, records_of, shown, write_ent
 from ftkit.evaluation.prompting import Prompting, check_system, prompting_for, question_of
 from ftkit.evaluation.result import Result
 from ftkit.evaluation.session import Session, start_session
+from ftkit.extensions.heads.labels import WholeReader
 from ftkit.extensions.heads.text_pairs import encode_alone, encode_wholes
 from ftkit.models.chat_templates.template import TemplateRefusal
 from ftkit.models.language_model import output_of
@@ -44,7 +45,7 @@ def generate(result: Result, options: GenerateOptions) -> int:
         UserError: something is missing, or an option means nothing for classes.
     """
     refuse_options(options)
-    records = records_of(options)
+    records = records_of(options, WholeReader(answered=False))
     check_shapes(records, options)
     session = start_session(result, options)
     scores = session.loaded.base.architecture.scores
@@ -124,7 +125,7 @@ def refuse_options(options: GenerateOptions) -> None:
 def encoded(
     record: Record, prompting: Prompting | None, session: Session, system: str | None
 ) -> list[int]:
-    """Token ids of a text as in training: of a conversation all of it, and nothing behind it."""
+    """Token ids of a text or two as in training: of a conversation all of it, nothing behind it."""
     base = session.loaded.base
     question = question_of(record)
     messages: Sequence[Any] = record.get("messages") or question.messages
@@ -139,7 +140,9 @@ def encoded(
         if scores is not None and scores.pooling is not None:
             (ids,) = encode_alone(base.tokenizer, [question.text])
         else:
-            alone = record if "text_pair" in record else {"text": question.text}
+            alone = {"text": question.text}
+            if second := record.get("text_pair") or record.get("input"):
+                alone["text_pair"] = second
             (ids,) = encode_wholes(base.tokenizer, [alone])
     else:
         if system is not None and messages[0]["role"] != "system":

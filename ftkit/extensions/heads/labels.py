@@ -1,4 +1,4 @@
-"""Texts with a label: the name of a class, a list of names, or a number."""
+"""Texts, or pairs of texts, with a label: the name of a class, a list of names, or a number."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftkit.data.records.keys import Refusal, is_empty, short
-from ftkit.data.records.record import Record, keys_of
+from ftkit.data.records.record import Misfit, Record, check_text, keys_of, kind_of
 from ftkit.data.records.shapes import PAIR, RecordReader, check_unweighted, is_preference
 from ftkit.recipe.objectives import ProblemType
 
@@ -14,11 +14,43 @@ _KEYS = ("label", "labels")
 """Keys of a label, of which a record has one."""
 _ANSWERS = ("completion", "output", "response", "answer", "messages", "text")
 """Keys beside which a prompt is not the whole text."""
+_PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+)
+"""Keys of two texts that are one sequence."""
 _SHOWN = 10
 """Classes that a message lists."""
 
 
-class ClassReader(RecordReader):
+class WholeReader(RecordReader):
+    """Reads texts, pairs of texts, conversations and other records."""
+
+    def _record(self, value: dict[str, Any], row: dict[str, Any]) -> Record:
+        keys = _pair_in(row)
+        if keys is None:
+            return super()._record(value, row)
+        first, second = (row[key] for key in keys)
+        if not isinstance(second, str):
+            raise Misfit(
+                f": {keys[1]} is {kind_of(second)}, but beside {keys[0]} it is a second text.\n"
+                f"Make {keys[1]} a text, or remove it."
+            )
+        check_text(second, keys[1])
+        is_first = self._form is None
+        others = ({key: one for key, one in of.items() if key not in keys} for of in (value, row))
+        # Without the second text, which is no key of a document.
+        rest, alone = next(others), next(others) | {"text": first}
+        record = super()._record(rest, alone) | {"text_pair": second}
+        if is_first and self._form is not None:
+            named = ", ".join(self._columns.get(key, key) for key in keys)
+            self._form = dataclasses.replace(self._form, keys=named)
+        return record
+
+
+class ClassReader(WholeReader):
     """Reads texts, conversations and other records, each with a label.
 
     While the classes are not known, the target is the label itself, which decides them.
@@ -98,6 +130,15 @@ class ClassReader(RecordReader):
                 f"Correct {key}, or name all classes: --objective.classes."
             )
         return place
+
+
+def _pair_in(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Keys of the two texts of a row; None: it has one, or is of another shape."""
+    given = {key for key, value in row.items() if not is_empty(value)}
+    if given & {key for key in _ANSWERS if key != "text"}:
+        return None
+    found = next((keys for keys in _PAIRS if given >= {*keys}), None)
+    return None if found is None or ("text" in given and "text" not in found) else found
 
 
 def class_name(key: str, label: Any) -> str:

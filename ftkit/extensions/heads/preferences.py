@@ -5,7 +5,7 @@ from ftkit.data.records.shape_rows import PreferenceRow
 ROWS = (
     PreferenceRow(
         name="classes",
-        columns=("label",),
+        columns=("label", "text_pair"),
         reader_place="ftkit.extensions.heads.labels:ClassReader",
         renderer_place="ftkit.extensions.heads.rendering:ClassRenderer",
         label_place="ftkit.extensions.heads.labels:label_text",

@@ -15,9 +15,14 @@ from ftkit.data.rendering import (
 )
 from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.extensions.heads.queries import TEXTS
-from ftkit.extensions.heads.text_pairs import encode_alone, encode_wholes, text_of
+from ftkit.extensions.heads.text_pairs import (
+    encode_alone,
+    encode_wholes,
+    pair_template,
+    text_of,
+)
 from ftkit.extensions.preference.rendering import LabelRenderer, PreferenceRenderer
-from ftkit.models.chat_templates.template import TemplateRefusal
+from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
 
 _NOTHING_WRITTEN = "the template writes nothing of it"
 
@@ -73,9 +78,15 @@ class QueryRenderer(PreferenceRenderer):
             ("negative",) if negatives == 1 else (f"negative {n + 1}" for n in range(negatives))
         )
         self.names = (*(() if together else ("query",)), "positive", *others)
-        self.per_sample = len(self.names)
+        self._together, self.per_sample = together, len(self.names)
         if self.per_sample == 1:
             self.names = ()
+
+    @property
+    def template(self) -> ChatTemplate:
+        if self._together and isinstance(self._of_answers, TextRenderer):
+            return pair_template(self._tokenizer)
+        return super().template
 
     def system(self, record: Record) -> str:
         return self._of_answers.system(record[TEXTS][0])

@@ -1,9 +1,11 @@
 """Two texts as one sequence: a query and a document, or a premise and a hypothesis."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ftkit.models.chat_templates.template import ChatTemplate
     from ftkit.models.pretrained.tokenizer import Tokenizer
 
 BETWEEN = "\n"
@@ -63,6 +65,40 @@ def encode_wholes(tokenizer: "Tokenizer", records: Sequence[Mapping[str, Any]]) 
 
 def separates(tokenizer: "Tokenizer") -> bool:
     """Return whether the tokenizer puts a token between two texts that it encodes together."""
-    sides = tokenizer.processor.encode("a", "a").sequence_ids
-    # Tokens of its own rules belong to neither text.
-    return 0 in sides and 1 in sides and None in sides[sides.index(0) : sides.index(1)]
+    return bool(_own_tokens(tokenizer)[1])
+
+
+def pair_template(tokenizer: "Tokenizer") -> "ChatTemplate":
+    """Return the chat template that writes two messages as `encode_wholes` encodes two texts.
+
+    Whatever their roles are: sentence-transformers calls them query and document.
+    """
+    from ftkit.models.chat_templates.template import ChatTemplate  # imports jinja2
+
+    own, gap = _own_tokens(tokenizer), tokenizer.bos_gap
+    before, between, behind = ("".join(map(tokenizer.token_text, ids)) for ids in own)
+    if between:
+        before, between = before + gap * bool(before), between + gap
+    else:
+        bos_id = tokenizer.bos_id if tokenizer.use_bos else None
+        before = "" if bos_id is None else tokenizer.token_text(bos_id) + gap
+        between, behind = BETWEEN, ""
+    begin = f"({json.dumps(before)} if loop.first else {json.dumps(between)})"
+    # Every tag trims the white space around it: the lines of this source are in no text.
+    lines = (
+        "{%- for message in messages -%}",
+        f"{{{{- {begin} ~ message.content -}}}}",
+        f"{{%- endfor -%}}{{{{- {json.dumps(behind)} -}}}}",
+    )
+    return ChatTemplate("\n".join(lines), "query and document", tokenizer.special_tokens)
+
+
+def _own_tokens(tokenizer: "Tokenizer") -> tuple[list[int], list[int], list[int]]:
+    """Tokens that belong to neither of two texts: before, between and behind them."""
+    pair = tokenizer.processor.encode("a", "a")
+    ids, sides = pair.ids, pair.sequence_ids
+    if 0 not in sides or 1 not in sides:
+        return [], [], []
+    of_second = [place for place, side in enumerate(sides) if side == 1]
+    of_first = [place for place, side in enumerate(sides) if side == 0]
+    return ids[: of_first[0]], ids[of_first[-1] + 1 : of_second[0]], ids[of_second[-1] + 1 :]

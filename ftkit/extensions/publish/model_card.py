@@ -17,7 +17,7 @@ from ftkit.models.pretrained.places import hub_name
 from ftkit.recipe.adapter_types import LORA, type_title
 from ftkit.recipe.hubs import split_version
 from ftkit.recipe.implementations import HF, layout_in
-from ftkit.recipe.objectives import scores_of
+from ftkit.recipe.objectives import ScoreLabels, scores_of
 from ftkit.recipe.recipe import Component
 from ftkit.redaction import redacted
 from ftkit.runs.report.metrics import perplexity
@@ -307,6 +307,16 @@ inputs = tokenizer("Hello!", return_tensors="pt")
 print(model(**inputs).logits[0].tolist())
 ```
 """
+_RELEVANCE = """
+messages = [
+    {"role": "query", "content": "Which animal barks?"},
+    {"role": "document", "content": "A dog barks."},
+]
+text = tokenizer.apply_chat_template(messages, tokenize=False)
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+print(model(**inputs).logits[0, 0].item())
+```
+"""
 _USAGE_OF_SCORES: dict[CardKind, str] = {
     "adapter": f"""With PEFT, which finds the base model:
 
@@ -400,8 +410,10 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
         task = "feature-extraction"
     elif scores is not None:
         special, task = _USAGE_OF_SCORES, "text-classification"
+        if scores.is_relevance:
+            task = "text-ranking"
         if not scores.is_reward:
-            special = _usage_of_classes(len(scores.names), report)
+            special = _usage_of_classes(scores, report)
     elif media is not None and media.kind == "audio":
         special, task = _USAGE_WITH_AUDIO, "audio-text-to-text"
     elif media is not None:
@@ -425,10 +437,12 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     return "\n".join(parts)
 
 
-def _usage_of_classes(count: int, report: Report) -> Mapping[CardKind, str]:
-    """The same of classifiers and regressions."""
-    code = _CLASSES if report.shape == "text" else _SCORE
+def _usage_of_classes(scores: ScoreLabels, report: Report) -> Mapping[CardKind, str]:
+    """The same of classifiers, regressions and rerankers."""
+    count, code = len(scores.names), _CLASSES if report.shape == "text" else _SCORE
     code = code.replace("logits[0, 0].item()", "logits[0].tolist()")
+    if scores.is_relevance:
+        code = _RELEVANCE if report.shape == "text" else _SCORE
     return {
         kind: usage.replace("num_labels=1", f"num_labels={count}").replace(_SCORE.lstrip(), code)
         for kind, usage in _USAGE_OF_SCORES.items()

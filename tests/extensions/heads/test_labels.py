@@ -14,7 +14,10 @@ from transformers_models import make_transformers_model
 
 from ftkit.cli.app import run
 from ftkit.data.records.shapes import reader_of
+from ftkit.data.rendering import TextRenderer
 from ftkit.data.sources import data_source, settled
+from ftkit.extensions.heads.rendering import ClassRenderer
+from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.objectives import objective_rules
 from ftkit.recipe.parsing import read_recipe
 
@@ -81,6 +84,36 @@ def test_records_of_any_shape_have_labels(
 
 
 @pytest.mark.parametrize(
+    ("row", "columns", "keys"),
+    [
+        ({"text": "a red cat", "text_pair": "a dog"}, {}, "text, text_pair"),
+        ({"sentence1": "a red cat", "sentence2": "a dog", "id": 7}, {}, "sentence1, sentence2"),
+        ({"premise": "a red cat", "hypothesis": "a dog"}, {}, "premise, hypothesis"),
+        ({"a": "a red cat", "b": "a dog"}, {"text": "a", "text_pair": "b"}, "a, b"),
+    ],
+)
+def test_two_texts_have_one_label(
+    row: dict[str, Any], columns: dict[str, str], keys: str, base: Path
+) -> None:
+    reader = reader_of(columns, preference=preference(SINGLE, ["a", "b"]))
+    (record,) = reader.records([(1, row | {"label": "b"})], str)
+    assert record == TEXT | {"text_pair": "a dog", "target": [1]}
+    form = reader.finish("data")
+    assert form.shape == "text" and form.keys == f"{keys}, label"
+    assert reader.unused.names == (("id",) if "id" in row else ())
+    # Together, as a reranker's query and document.
+    tokenizer = Tokenizer(base)
+    (rendering,) = ClassRenderer(TextRenderer(tokenizer), tokenizer).render([record])
+    assert rendering.samples[0].ids == tokenizer.encode("a red cat\na dog").tolist()
+
+
+def test_an_empty_second_text_is_none() -> None:
+    reader = reader_of(preference=preference(SINGLE, ["a", "b"]))
+    (record,) = reader.records([(1, TEXT | {"text_pair": "", "label": "b"})], str)
+    assert record == TEXT | {"target": [1]}
+
+
+@pytest.mark.parametrize(
     ("problem", "row", "words"),
     [
         (SINGLE, TEXT, ["no label", "text", "--data.columns.label"]),
@@ -95,6 +128,8 @@ def test_records_of_any_shape_have_labels(
         (SINGLE, TEXT | {"label": {"a": 1}}, ["name"]),
         (SINGLE, TEXT | {"label": "a", "labels": ["a"]}, ["label", "labels"]),
         (SINGLE, TEXT | {"label": "a", "loss_weight": 0.5}, ["weights"]),
+        (SINGLE, TEXT | {"text_pair": ["b"], "label": "a"}, ["text_pair", "a list"]),
+        (SINGLE, {"premise": "b", "label": "a"}, ["premise", "text"]),
         (SINGLE, {"prompt": "a", "chosen": "b", "rejected": "c"}, ["--objective dpo"]),
         (SEVERAL, TEXT | {"label": ["a", "c"]}, ['"c"', "a, b"]),
         (SEVERAL, TEXT | {"label": ["a", "a"]}, ["twice"]),

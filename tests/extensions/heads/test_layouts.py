@@ -1,6 +1,7 @@
-"""Promises P1 and P2 for classifiers, and what other programs make of the results."""
+"""Promises P1 and P2 for classifiers and rerankers, and what other programs make of the results."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import message_of, says
 from peft import AutoPeftModelForSequenceClassification
 from rank_jobs import NO_EVALUATION, Case, Entries, Outcome, chosen, make_run, repeated
 from safetensors.torch import load_file, save_file
-from tiny import make_classified
+from tiny import make_classified, make_labelled_queries, make_queries
 from transformers import AutoModelForSequenceClassification
 
 from ftkit.cli.app import run
@@ -41,6 +43,10 @@ CLASSES: dict[str, list[str] | None] = {
     SEVERAL: ["animal", "colour", "long", "sky"],
     VALUE: None,
 }
+LISTS, LABELLED = "lists", "labelled"
+RANKED: dict[str, tuple[str, int]] = {LISTS: ("lists", 3), LABELLED: ("points", 0)}
+"""Loss and number of negatives of rerankers."""
+KINDS = (*CLASSES, *RANKED)
 ROWS: dict[str, Changes] = {
     "one by one": (("train.micro_batch_size", 1),),
     "two": (("train.micro_batch_size", 2),),
@@ -48,16 +54,34 @@ ROWS: dict[str, Changes] = {
     "padded": (("train.padding_free", False),),
 }
 STEPS = 9
-"""Of 48 texts in two epochs: the last step has 8 of them, the others 11."""
+"""Of 48 texts or queries in two epochs: the last step has 8 of them, the others 11."""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("texts")
-    made = {problem: directory / f"{problem}.json" for problem in CLASSES}
-    for problem, file in made.items():
-        file.write_text(json.dumps(make_classified(60, problem)))
+    made = {kind: directory / f"{kind}.json" for kind in KINDS}
+    for problem in CLASSES:
+        made[problem].write_text(json.dumps(make_classified(60, problem)))
+    made[LISTS].write_text(json.dumps(make_queries(60, 3)))
+    made[LABELLED].write_text(json.dumps(make_labelled_queries(60)))
     return made
+
+
+def objective_of(kind: str) -> Changes:
+    if kind in RANKED:
+        loss, negatives = RANKED[kind]
+        return (
+            ("objective", "rerank"),
+            ("objective.loss", loss),
+            ("objective.negatives", negatives),
+        )
+    classes = CLASSES[kind]
+    return (
+        ("objective", "classify"),
+        ("objective.problem_type", kind),
+        ("objective.classes", None if classes is None else Entries(classes)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +91,18 @@ def found(
     request: pytest.FixtureRequest,
 ) -> Found:
     """Runs of the selected tests, by what they are."""
-    rows = {params["how"] for params in chosen(request, test_micro_batches_change_nothing)}
+    rows = {
+        (params["kind"], params["how"])
+        for params in chosen(request, test_micro_batches_change_nothing)
+    }
     ranks = {params["strategy"] for params in chosen(request, test_two_ranks_learn_as_one_does)}
     run_cases = make_run(tmp_path_factory)
 
-    def case(problem: str, strategy: str, method: Method, more: Changes = (), **keys: Any) -> Case:
-        classes = CLASSES[problem]
+    def case(kind: str, strategy: str, method: Method, more: Changes = (), **keys: Any) -> Case:
         changes: Changes = (
             *NO_EVALUATION,
-            ("objective", "classify"),
-            ("objective.problem_type", problem),
-            ("objective.classes", None if classes is None else Entries(classes)),
-            ("data.json_path", str(files[problem])),
+            *objective_of(kind),
+            ("data.json_path", str(files[kind])),
             ("data.mask_prompt", None),
             ("optimizer.lr", 2e-3),
             ("optimizer.eps", 1e-5),  # so that Adam makes no steps of gradients that are rounding
@@ -91,28 +115,27 @@ def found(
         return Case(strategy, method, changes=changes, tied=True, **keys)
 
     single: dict[tuple[str, ...], Case] = {
-        **{(problem,): case(problem, "single", "full") for problem in CLASSES},
+        **{(kind,): case(kind, "single", "full") for kind in KINDS},
         ("lora",): case(ONE, "single", "lora", ADAPTED),
-        ("half",): case(SEVERAL, "single", "full", stop_after=4),
-        **{
-            (name,): case(ONE, "single", "full", more)
-            for name, more in ROWS.items()
-            if name in rows
-        },
+        ("lists lora",): case(LISTS, "single", "lora", ADAPTED),
+        **{("half", kind): case(kind, "single", "full", stop_after=4) for kind in (SEVERAL, LISTS)},
+        **{(kind, how): case(kind, "single", "full", ROWS[how]) for kind, how in rows},
     }
     alone = run_cases(1, list(single.values()))
     known = {name: alone[one] for name, one in single.items()}
     double: dict[tuple[str, ...], Case] = {}
     for strategy in ranks - {"resumed", "shared"}:
-        double |= {(strategy, p): case(p, strategy, "full") for p in CLASSES}
+        double |= {(strategy, kind): case(kind, strategy, "full") for kind in KINDS}
     if "fsdp" in ranks:
         double["fsdp", "lora"] = case(ONE, "fsdp", "lora", ADAPTED)
+        double["fsdp", "lists lora"] = case(LISTS, "fsdp", "lora", ADAPTED)
     if "resumed" in ranks:
-        start = known["half",].out_dir
-        double["resumed", SEVERAL] = case(SEVERAL, "fsdp", "full", start=start)
+        for kind in (SEVERAL, LISTS):
+            start = known["half", kind].out_dir
+            double["resumed", kind] = case(kind, "fsdp", "full", start=start)
     if "shared" in ranks:
         shared: Changes = (("strategy.context", 2),)
-        double |= {("shared", p): case(p, "ddp", "full", shared) for p in CLASSES}
+        double |= {("shared", kind): case(kind, "ddp", "full", shared) for kind in KINDS}
     in_two = run_cases(2, list(double.values()))
     return known | {name: in_two[one] for name, one in double.items()}
 
@@ -138,14 +161,15 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
     assert not weights
 
 
+@pytest.mark.parametrize("kind", [ONE, LISTS])
 @pytest.mark.parametrize("how", ["two", "padded", *repeated("one by one", "five")])
-def test_micro_batches_change_nothing(how: str, found: Found) -> None:
-    assert_same(found[how,], found[ONE,])
+def test_micro_batches_change_nothing(how: str, kind: str, found: Found) -> None:
+    assert_same(found[kind, how], found[kind,])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "resumed", "shared", *repeated("ddp", "deepspeed")])
 def test_two_ranks_learn_as_one_does(strategy: str, found: Found) -> None:
-    names = [name for name in found if name[0] == strategy]
+    names = [name for name in found if name[0] == strategy and len(name) == 2]
     assert names
     for name in names:
         assert_same(found[name], found[name[1],])
@@ -203,6 +227,44 @@ def test_the_losses_are_those_of_a_plain_loop(problem: str, found: Found) -> Non
     assert outcome.losses[:6] == pytest.approx(losses, rel=1e-5)
 
 
+def test_the_losses_of_lists_are_those_of_a_plain_loop(
+    found: Found, files: dict[str, Path]
+) -> None:
+    outcome, rows = found[LISTS,], json.loads(files[LISTS].read_text())
+    recipe = recipe_of(outcome)
+    data = data_of(outcome, outcome.checkpoint / "base")
+    tokenizer = Tokenizer(outcome.checkpoint / "base")
+    known = {
+        tuple(tokenizer.encode(f"{row['query']}\n{text}").tolist())
+        for row in rows
+        for text in (row["positive"], *row["negative"])
+    }
+    model = AutoModelForSequenceClassification.from_pretrained(recipe.checkpoint_dir, num_labels=1)
+    with torch.no_grad():
+        model.score.weight.copy_(initial_score(model.score.weight.shape, recipe.seed))
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-5, weight_decay=0)
+    epochs = EpochOrder([len(data.train)], [len(data.train)], recipe.seed)
+    order = [*epochs.of(0).tolist(), *epochs.of(1).tolist()]
+    losses = []
+    for step, row in enumerate(outcome.rows[:6]):
+        total = 0.0
+        for index in order[11 * step : 11 * (step + 1)]:
+            sequences = data.train.sequences(index)
+            assert len(sequences) == 4 and {tuple(one.ids.tolist()) for one in sequences} <= known
+            every = [torch.tensor(one.ids[None], dtype=torch.long) for one in sequences]
+            scores = torch.cat([model(input_ids=ids).logits for ids in every], dim=1)
+            loss = torch.nn.functional.cross_entropy(scores, torch.tensor([0])) / 11
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        for group in optimizer.param_groups:
+            group["lr"] = row["lr"]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.4)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert outcome.losses[:6] == pytest.approx(losses, rel=1e-5)
+
+
 @torch.no_grad()
 def outputs(model: Any, data: DataSets) -> torch.Tensor:
     """[texts, scores], of the validation records one by one."""
@@ -235,6 +297,59 @@ def check_validation(outcome: Outcome, scores: torch.Tensor, data: DataSets, pro
     assert last["accuracy"] == pytest.approx((found == met).all(1).float().mean().item())
     sums = [one.sum(0).float() for one in (found & met, found, met)]
     assert last["f1_macro"] == pytest.approx(f1_macro(*sums))
+
+
+def check_ranking(outcome: Outcome, model: Any, data: DataSets) -> torch.Tensor:
+    """The last validation of a run is what the scores of another program give, which return."""
+    with torch.no_grad():
+        scores = torch.stack(
+            [
+                torch.cat([model(torch.tensor(one.ids[None]).long()).logits[0] for one in of_query])
+                for of_query in map(data.val.sequences, range(len(data.val)))
+            ]
+        )
+    last = {name: term.validation_last for name, term in outcome.report.terms.items()}
+    if data.val.targets is not None:
+        labels = torch.from_numpy(np.array(data.val.targets))
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, labels)
+        assert last == {"accuracy": pytest.approx(((scores > 0) == (labels > 0)).float().mean())}
+    else:
+        loss = torch.nn.functional.cross_entropy(scores, torch.zeros(len(scores)).long())
+        ranks = 1 + (scores[:, 1:] > scores[:, :1]).sum(1)
+        expected = {
+            "accuracy": (ranks == 1).float().mean().item(),
+            "mrr": (1 / ranks).mean().item(),
+            "ndcg_at_10": (1 / torch.log2(1 + ranks)).mean().item(),
+        }
+        assert last == pytest.approx(expected, rel=1e-5)
+    assert outcome.validation_losses[-1] == pytest.approx(loss.item(), rel=1e-5)
+    return scores
+
+
+@pytest.mark.parametrize("kind", RANKED)
+def test_transformers_ranks_as_the_run_does(kind: str, found: Found) -> None:
+    final = found[kind,].out_dir / "final"
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        final, output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    assert model.config.num_labels == 1 and model.config.id2label == {0: "relevance"}
+    check_ranking(found[kind,], model, data_of(found[kind,], final))
+
+
+def test_peft_ranks_as_the_run_does(found: Found, tmp_path: Path) -> None:
+    outcome = found["lists lora",]
+    adapter = outcome.out_dir / "final"
+    model = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=1)
+    config = model.peft_config["default"]
+    assert config.task_type == "SEQ_CLS" and "score" in config.modules_to_save
+    data = data_of(outcome, adapter)
+    scores = check_ranking(outcome, model, data)
+    outcome.complete()
+    assert run(["merge", str(outcome.out_dir), "--out", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged.config.id2label == {0: "relevance"}
+    torch.testing.assert_close(check_ranking(outcome, merged, data), scores, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("problem", CLASSES)
@@ -273,7 +388,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("kind", [ONE, SEVERAL, VALUE, "lora", "checkpoint"])
+@pytest.mark.parametrize("kind", [*KINDS, "lora", "lists lora", "checkpoint"])
 def test_results_are_evaluated_as_in_their_run(
     kind: str, found: Found, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,8 +408,9 @@ def test_a_result_apart_from_its_run_knows_its_classes(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    data = ("--data", "JSON", "--data.path", str(files[ONE]), "--data.val_split_fraction", "0.2")
-    for kind in (ONE, "lora"):
+    for kind in (ONE, "lora", LISTS, "lists lora"):
+        file = files[LISTS if "lists" in kind else ONE]
+        data = ("--data", "JSON", "--data.path", str(file), "--data.val_split_fraction", "0.2")
         alone = tmp_path / kind
         (found[kind,].out_dir / "final").rename(alone)
         values = run_json(capsys, "evaluate", str(alone), *data, "--precision", "32-true")
@@ -364,6 +480,52 @@ def test_prompts_are_classified_as_transformers_does(
     assert run(["generate", str(outcome.out_dir), "--prompt", texts[3]]) == 0
     shown = capsys.readouterr().out.strip()
     assert shown.startswith(one["label"] if kind == ONE else "") and shown
+
+
+def test_documents_are_ranked_as_transformers_scores_them(
+    found: Found, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = found[LISTS,]
+    outcome.complete()
+    final = outcome.out_dir / "final"
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(final), Tokenizer(final)
+    asked: list[dict[str, Any]] = [
+        {"query": "red blue", "documents": ["cat dog", "green red", "sun", "moon moon"]},
+        {"query": "cat", "positive": "dog", "negative_1": "sun"},
+    ]
+    texts = [["cat dog", "green red", "sun", "moon moon"], ["dog", "sun"]]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    answers = run_json(capsys, "generate", str(outcome.out_dir), "--prompts", str(prompts))
+    for row, answer, documents in zip(asked, answers, texts, strict=True):
+        query = row["query"]
+        with torch.no_grad():
+            scores = {
+                text: model(tokenizer.encode(f"{query}\n{text}")[None].long()).logits[0, 0].item()
+                for text in documents
+            }
+        assert answer["query"] == query
+        ranked = sorted(scores, key=lambda text: -scores[text])
+        assert [one["document"] for one in answer["ranking"]] == ranked
+        for one in answer["ranking"]:
+            assert one["score"] == pytest.approx(scores[one["document"]], abs=1e-5)
+    words = ("--prompt", "cat", "--input", "dog")
+    alone = run_json(capsys, "generate", str(outcome.out_dir), *words)
+    assert alone["ranking"][0]["score"] == pytest.approx(
+        answers[1]["ranking"][0]["score"], abs=1e-5
+    )
+    assert run(["generate", str(outcome.out_dir), "--prompts", str(prompts)]) == 0
+    assert capsys.readouterr().out.split()[:3] == [">", "red", "blue"]
+    for refused in (["--prompt", "cat"], [*words, "--temperature", "1"]):
+        command = ["generate", str(outcome.out_dir), *refused]
+        assert says(message_of(run, command), refused[-2])
+
+
+def test_rankings_are_learned(found: Found) -> None:
+    # What chance gives: 4 documents in any order, and a loss of ln 4.
+    ranked, by_chance = found[LISTS,], sum(1 / rank for rank in range(1, 5)) / 4
+    assert ranked.validation_losses[-1] < math.log(4) - 0.1
+    assert (ranked.report.terms["mrr"].validation_last or 0) > by_chance + 0.1
 
 
 def test_classes_are_learned(found: Found) -> None:

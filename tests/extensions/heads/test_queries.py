@@ -238,6 +238,23 @@ def test_a_query_and_a_document_are_one_text_with_a_line_break(tokenizer: Tokeni
     assert [one.ids.tolist() for one in found] == [
         tokenizer.encode(f"red\n{text}").tolist() for text in ("a red cat", "sky")
     ]
+    assert written(tokenizer, texts) == [one.ids.tolist() for one in found]
+
+
+def written(tokenizer: Tokenizer, texts: list[dict[str, str]]) -> list[list[int]]:
+    """The same by the chat template that lies beside the result."""
+    renderer = QueryRenderer(TextRenderer(tokenizer), tokenizer, negatives=1, together=True)
+    return [
+        tokenizer.encode_rendered(
+            renderer.template.render(
+                [
+                    {"role": "query", "content": one["text"]},
+                    {"role": "document", "content": one["text_pair"]},
+                ]
+            )
+        ).ids
+        for one in texts
+    ]
 
 
 def test_a_tokenizer_that_separates_two_texts_encodes_them_as_a_pair(tmp_path: Path) -> None:
@@ -254,6 +271,7 @@ def test_a_tokenizer_that_separates_two_texts_encodes_them_as_a_pair(tmp_path: P
         separating.processor.encode("red", text).ids for text in ("a cat", "sky")
     ]
     assert all(one.ids[-1] == separating.eos_id for one in found)
+    assert written(separating, texts) == [one.ids.tolist() for one in found]
 
 
 def test_a_record_with_an_empty_text_is_no_sample(tokenizer: Tokenizer) -> None:
