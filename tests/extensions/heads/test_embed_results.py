@@ -7,15 +7,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from computed import filled
 from messages import message_of, says
+from rank_jobs import repeated
 from tiny import make_llama
+from transformers import AutoModel
+from transformers_models import MODELS, make_transformers_model
 
 from ftkit.cli.app import run
+from ftkit.data.samples.loader import collate
+from ftkit.data.samples.sample_set import Sample
 from ftkit.evaluation.result import find_result
+from ftkit.extensions.heads.embed import pooled, pooled_sample
+from ftkit.models.language_model import outline, output_of
+from ftkit.models.loss import Hidden
 from ftkit.models.pretrained.base_model import open_base, weights
 from ftkit.models.pretrained.save import save_hf
 from ftkit.models.pretrained.scored_model import as_scored
 from ftkit.recipe.objectives import ScoreLabels
+from ftkit.recipe.recipe import Recipe
 
 VECTORS = ScoreLabels(names=(), pooling="mean")
 
@@ -128,3 +139,28 @@ def test_files_of_new_versions_of_sentence_transformers_are_read(
     (changed / "1_Pooling/config.json").write_text(json.dumps(settings))
     scores = find_result(str(changed)).scores
     assert scores is not None and scores.pooling == mode.removesuffix("token")
+
+
+USUAL = ("qwen3", "gemma2", "cohere", "gpt_neox")
+"""Norms of heads, softcaps and scales of logits, which are no part of vectors, and other names."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*USUAL, *repeated(*(one for one in MODELS if one not in USUAL))])
+@torch.no_grad()
+def test_vectors_are_those_of_transformers_base_model(kind: str, tmp_path: Path) -> None:
+    scores = ScoreLabels(names=(), pooling="last")
+    base = as_scored(open_base(str(make_transformers_model(tmp_path / "base", kind))), scores)
+    save_hf(base, weights(base), tmp_path / "out")
+    plain, loading = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()), loading
+    again = open_base(str(tmp_path / "out"))
+    model = filled(outline(again, Recipe(checkpoint_dir=again.name), torch.float32), again).eval()
+    model.kernel = "cpu"
+    texts = [np.arange(5, 5 + length, dtype=np.int32) for length in (9, 4)]
+    nothing = np.empty((0, 2), dtype=np.int32)
+    batch = collate([pooled_sample(Sample(ids, nothing), "last") for ids in texts], {})
+    found = pooled(output_of(model, batch, Hidden()), batch, "last")
+    for ids, vector in zip(texts, found, strict=True):
+        states = plain(input_ids=torch.tensor(ids[None], dtype=torch.long)).last_hidden_state
+        torch.testing.assert_close(vector, states[0, -1], rtol=1e-5, atol=1e-5)
