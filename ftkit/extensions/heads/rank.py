@@ -11,7 +11,7 @@ from ftkit.data.records.keys import CONVERSATION_KEYS, is_empty
 from ftkit.data.records.read import read_records
 from ftkit.data.records.record import Record
 from ftkit.errors import UserError
-from ftkit.evaluation.generate import shown, write_entries
+from ftkit.evaluation.generate import check_shapes, shown, write_entries
 from ftkit.evaluation.prompting import check_system, prompting_for
 from ftkit.evaluation.result import Result
 from ftkit.evaluation.session import start_session
@@ -67,11 +67,12 @@ def generate(result: Result, options: GenerateOptions) -> int:
     """
     refuse_options(options)
     records = _records_of(options)
+    every = [one for record in records for one in record[TEXTS]]
+    check_shapes(every, options)
     session = start_session(result, options)
     prompting = prompting_for(session.loaded.prompting, options, session.loaded.base)
     if prompting is not None and options.system is not None:
         check_system(prompting.template, options.system)
-    every = [one for record in records for one in record[TEXTS]]
     texts = [encoded(one, prompting, session, options.system) for one in every]
     scores: list[float] = []
     title = f"scoring {len(every)} documents"

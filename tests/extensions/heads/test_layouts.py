@@ -22,6 +22,7 @@ from ftkit.data.dataset import DataSets, load_data
 from ftkit.data.samples.sampler import EpochOrder
 from ftkit.evaluation.result import find_result
 from ftkit.extensions.heads.classify import f1_macro
+from ftkit.extensions.publish.model_card import CardKind, card_text, with_name
 from ftkit.models.load_weights import initial_score
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.objectives import objective_rules
@@ -519,6 +520,22 @@ def test_documents_are_ranked_as_transformers_scores_them(
     for refused in (["--prompt", "cat"], [*words, "--temperature", "1"]):
         command = ["generate", str(outcome.out_dir), *refused]
         assert says(message_of(run, command), refused[-2])
+
+
+@pytest.mark.parametrize(("kind", "method"), [(LISTS, "hf"), ("lists lora", "adapter")])
+def test_the_card_of_a_reranker_scores_as_ftkit_does(
+    kind: str, method: CardKind, found: Found, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = found[kind,]
+    outcome.complete()
+    words = ("--prompt", "Which animal barks?", "--input", "A dog barks.")
+    expected = run_json(capsys, "generate", str(outcome.out_dir), *words)["ranking"][0]["score"]
+    card = card_text(outcome.report, outcome.checkpoint / "base", method)
+    assert "\npipeline_tag: text-ranking\n" in card
+    final = str(outcome.out_dir / "final")
+    code = with_name(card, final, None).partition("```python\n")[2].partition("```")[0]
+    exec(code, {})
+    assert float(capsys.readouterr().out.split()[-1]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_rankings_are_learned(found: Found) -> None:

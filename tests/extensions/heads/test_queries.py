@@ -11,6 +11,7 @@ from messages import message_of, says
 from tiny import make_llama
 from tokenizers.processors import TemplateProcessing
 
+from ftkit.data.dataset import load_data
 from ftkit.data.records.shapes import reader_of
 from ftkit.data.rendering import TextRenderer
 from ftkit.data.samples.sample_set import SampleSet
@@ -272,6 +273,23 @@ def test_a_tokenizer_that_separates_two_texts_encodes_them_as_a_pair(tmp_path: P
     ]
     assert all(one.ids[-1] == separating.eos_id for one in found)
     assert written(separating, texts) == [one.ids.tolist() for one in found]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_conversations_are_written_by_the_chat_template(
+    together: bool, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    write(tmp_path / "data.jsonl", [SWIFT, SWIFT])
+    options = {"path": str(tmp_path / "data.jsonl"), "chat_template": "chatml"}
+    data = Component(class_path="JSON", init_args=options | {"val_split_fraction": 0.5})
+    wanted = preference(negatives=2, labelled=False, together=together)
+    found = load_data(data, tokenizer, 200, preference=wanted).train.sequences(0)
+    query = "<|im_start|>user\nq<|im_end|>\n"
+    documents = [f"<|im_start|>assistant\n{one}<|im_end|>\n" for one in WHOLE[1:]]
+    texts = [query + one for one in documents] if together else [query, *documents]
+    assert [one.ids.tolist() for one in found] == [
+        tokenizer.encode_rendered(text).ids for text in texts
+    ]
 
 
 def test_a_record_with_an_empty_text_is_no_sample(tokenizer: Tokenizer) -> None:
