@@ -345,9 +345,13 @@ def _sizes(
     # That of a teacher is gathered where the loss is computed.
     head = [] if other is None or not is_teacher else list(other.head.parameters())
     beside = set() if model is None else {*model.body.trained_beside}
-    of_head = [] if model is None else _large(model.head.parameters())
+    scores = None if model is None else model.architecture.scores
+    is_used = scores is None or bool(scores.names)  # the output layer, by what is not a vector
+    of_head = [] if model is None or not is_used else _large(model.head.parameters())
     of_block = [] if model is None else _large(model.body.blocks[0].parameters())
-    of_embedding = [] if model is None or model.tied else _large(model.body.embedding.parameters())
+    of_embedding = []
+    if model is not None and not (model.tied and is_used):
+        of_embedding = _large(model.body.embedding.parameters())
 
     def pinned_bytes(parameter: nn.Parameter) -> int:
         rows = -(-parameter.shape[0] // shards)
