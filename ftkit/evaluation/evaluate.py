@@ -315,7 +315,7 @@ def _measure(
             checked_amounts(objective, one.samples),
             limit=len(one.numbers),
             layout=layout,
-            mismatched=objective.observes_mismatched,
+            joined=objective.joined,
         )
         found = validation_loss(
             model,

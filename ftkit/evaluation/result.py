@@ -24,10 +24,9 @@ from ftkit.checkpoint.store import Store, check_files, problem_of, step_of
 from ftkit.errors import UserError
 from ftkit.models.chat_templates.template import CHAT_TEMPLATE, template_of
 from ftkit.models.pretrained.model_files import (
-    is_classifier,
     missing_files,
     read_json,
-    scores_in,
+    scores_of_model,
     weight_files,
 )
 from ftkit.models.pretrained.places import ROOT, find_or_download, find_single_file
@@ -98,7 +97,7 @@ class Result:
         if self.kind == "adapter":
             return adapter_scores(self.directory)
         settings = read_json(self.directory / "config.json")
-        return scores_in(settings, self.name) if is_classifier(settings) else None
+        return scores_of_model(self.directory, settings, self.name)
 
     @property
     def added_tokens(self) -> Sequence[str]:

@@ -19,8 +19,14 @@ from ftkit.models.generation import Context, ReadMedia, answer_greedily, length_
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.objectives.companion import Companion
-from ftkit.objectives.objective import EXCHANGE, Objective, checked_sums, shares_of_rank
-from ftkit.objectives.step_loss import mismatched_statistics
+from ftkit.objectives.objective import (
+    EXCHANGE,
+    OF_STEP,
+    Objective,
+    checked_sums,
+    shares_of_rank,
+)
+from ftkit.objectives.step_loss import of_whole_step, with_observed
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.strategies.strategy import Strategy
 from ftkit.utils.accelerators.use import sum_dtype
@@ -120,16 +126,16 @@ def validation_loss(
         The values; None if it was stopped early.
     """
     terms = objective.terms
-    statistics: Tensor | None = None
-    if objective.observes_mismatched:
-        for number, batch in enumerate(batches):
+    of_step: Any = None
+    if objective.observes:
+        observed: Tensor | None = None
+        for number, batch in enumerate(with_media(batches)):
             if number % STOP_INTERVAL == 0 and stopped():
                 return None
             batch = move_data_to_device(batch, device)
-            found = mismatched_statistics(objective, model, companion, batch, context)
-            statistics = found if statistics is None else statistics + found
-        assert statistics is not None
-        statistics = sum_over_ranks(statistics)
+            observed = with_observed(observed, objective, model, companion, batch, context)
+        assert observed is not None
+        of_step = of_whole_step(objective, observed)
     # [sums and divisors, terms, sources]
     totals = torch.zeros(2, len(terms), sources, dtype=sum_dtype(device), device=device)
     tallies: Tensor | None = None
@@ -140,8 +146,7 @@ def validation_loss(
         batch[EXCHANGE] = model.body.exchange
         if companion is not None:
             companion.add_to(batch)
-        if statistics is not None:
-            batch["statistics"] = statistics
+        batch[OF_STEP] = of_step
         with context():
             output = output_of(model, batch, objective.output(batch))
             sums = checked_sums(objective, output, batch)

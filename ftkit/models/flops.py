@@ -42,13 +42,13 @@ def further_passes(recipe: Recipe, beside: LanguageModel | None = None) -> Furth
         beside: the frozen model that is there in every step, if there is one.
     """
     rules = objective_rules(recipe.objective)
-    # The mismatched sequences of a step are as many as its own, and about as long.
-    mismatched = int(rules.observes_mismatched)
+    # Joined sequences are as many as a step's own, and about as long.
+    observed = int(rules.observes is not None)
     refers = rules.needs_reference and is_below_adapter(recipe)
     return FurtherPasses(
-        of_model=mismatched,
-        below_adapter=1 + mismatched if refers else 0,
-        of_other=0 if beside is None else 1 + mismatched,
+        of_model=observed,
+        below_adapter=1 + observed if refers else 0,
+        of_other=0 if beside is None else 1 + observed,
         other=beside,
     )
 
@@ -146,7 +146,9 @@ def _flops(
     architecture = model.architecture
     # PaLM counts 12 for whole attention in training; causal attention needs half of the scores.
     of_scores = architecture.attention.width * attention_length
-    of_head = _matrix_flops(model, "head", per_weight) * label_fraction
+    # Of vectors, the output layer computes nothing.
+    computes = architecture.scores is None or architecture.scores.names
+    of_head = _matrix_flops(model, "head", per_weight) * label_fraction if computes else 0.0
     of_body = _matrix_flops(model, "body", per_weight)
     return per_score * of_scores + of_body + of_head
 

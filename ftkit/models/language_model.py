@@ -42,7 +42,8 @@ class LanguageModel(nn.Module):
         self.body = _body_of(architecture)
         layer = self.body.take_head()
         if architecture.scores:
-            count = len(architecture.scores.names)
+            # Of vectors, nothing is computed of them: the layer is that of tied models.
+            count = len(architecture.scores.names) or layer.out_features
             self.head = Head(nn.Linear(layer.in_features, count, bias=False), None)
         else:
             softcap, scale = architecture.logit_softcap, architecture.logit_scale

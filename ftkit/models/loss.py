@@ -336,6 +336,13 @@ class Scores(HeadOutput):
         return scores.float().squeeze(1)
 
 
+class Hidden(HeadOutput):
+    """[n, width]: the hidden states at each position, behind the last norm."""
+
+    def compute(self, head: "Head", rows: Tensor, labels: Tensor, *, on_cpu: bool) -> Tensor:
+        return rows
+
+
 class Likelihoods(HeadOutput):
     """[n, 2]: the log-probability of each label in nats, and 1 where no token is likelier."""
 

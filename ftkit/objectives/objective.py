@@ -3,16 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from ftkit.data.samples.sample_set import Samples
+from ftkit.data.samples.sample_set import Joined, Samples
 from ftkit.errors import UserError
 from ftkit.models.loss import HeadOutput
-from ftkit.recipe.objectives import objective_options, objective_row
+from ftkit.recipe.objectives import Observed, objective_options, objective_row
 from ftkit.recipe.recipe import Component
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -20,6 +20,8 @@ Batch = dict[str, Any]
 """Micro-batch as `ftkit.data.samples.loader.collate` returns it."""
 EXCHANGE = "exchange"
 """Key of what a micro-batch is given where ranks share its sequences: how they exchange."""
+OF_STEP = "of_step"
+"""Key of what `Objective.of_step` has made of a whole step, in the micro-batches of it."""
 LOSS = "loss"
 """Name of the loss of a step, and of the term of an objective that has one alone."""
 Amounts = Mapping[str, npt.NDArray[np.int64] | npt.NDArray[np.float64]]
@@ -72,9 +74,12 @@ class Objective(ABC):
     reference model."""
     needs_teacher = False
     """Whether micro-batches need what the companion of the name teacher adds to them."""
-    observes_mismatched = False
-    """Whether it needs `statistics` of the whole step before its first backward pass: of prompts
-    with answers to others, made by shifting answers by one in the order of the step."""
+    observes: Observed | None = None
+    """The sequences of which it needs `observed` before the first backward pass of a step: its own,
+    or those that `joined` makes; None: of none."""
+    joined: Joined | None = None
+    """Makes a sequence of a sample, the one before it in the order of the step, and the tokens that
+    it may have at most; None: `observes` is not joined."""
     is_smoothed = False
     """Whether train.label_smoothing applies: to what `SummedLoss` computes without a `token_loss`.
     A class of a plugin that has another `output` does not inherit it."""
@@ -161,19 +166,29 @@ class Objective(ABC):
         # Not abstract, as `tallies`.
         raise NotImplementedError
 
-    def statistics(self, output: Tensor, batch: Batch) -> Tensor:
-        """Sum statistics of mismatched sequences over a micro-batch; see `observes_mismatched`.
-
-        Their sum over the step is under "statistics" in the micro-batches that `sums` is given.
+    def observed(self, output: Tensor, batch: Batch) -> Tensor:
+        """Compute what the loss needs of each sequence before any of it is known; see `observes`.
 
         Args:
-            output: of the model, without gradients.
-            batch: the mismatched sequences, with `reference` if the objective needs one.
+            output: of the model, without gradients. Of a step's own sequences dropout is that of
+                the pass that trains; of joined ones it is off.
+            batch: these sequences, with `reference` if the objective needs one.
 
         Returns:
-            [statistics].
+            [sequences, numbers]; those of fillers count for nothing.
         """
-        # Not abstract: only objectives that observe mismatched sequences have statistics.
+        # Not abstract, as `of_step`: only objectives that observe steps have it.
+        raise NotImplementedError
+
+    def of_step(self, observed: Tensor) -> Any:
+        """Make what `sums` finds under `OF_STEP` in each micro-batch of a step.
+
+        Such as a mean, or gradients of the loss with respect to vectors (two passes, as in Gao et
+        al. 2021, https://arxiv.org/abs/2101.06983). In a validation, all its samples are the step.
+
+        Args:
+            observed: [sequences of the step, numbers], in their order, the same on every rank.
+        """
         raise NotImplementedError
 
 
@@ -187,6 +202,7 @@ def make_objective(objective: Component) -> Objective:
     made = objective_row(name).make(options)
     assert isinstance(made, Objective)
     check_terms(made)
+    check_observing(made)
     return made
 
 
@@ -216,6 +232,25 @@ def check_terms(objective: Objective) -> None:
             f"{name}.terms has no term with a coefficient, so there is no loss. Leave out "
             "coefficient=None of one."
         )
+
+
+def check_observing(objective: Objective) -> None:
+    """Refuse an objective that observes steps and does not say what.
+
+    Raises:
+        UserError: `observes` is something else, or a method that it needs is missing.
+    """
+    name, observes = type(objective).__name__, objective.observes
+    if observes not in (None, *get_args(Observed)):
+        raise UserError(f"{name}.observes is {observes!r}, but must be own, joined or None.")
+    needed = ["observed", "of_step"] if observes else []
+    needed += ["joined"] if observes == "joined" else []
+    for method in needed:
+        if getattr(type(objective), method) is getattr(Objective, method):
+            raise UserError(
+                f"{name}.observes is {observes}, but {name} has no {method}. Define it, or leave "
+                "observes out."
+            )
 
 
 def checked_amounts(objective: Objective, samples: Samples) -> Amounts:
@@ -263,6 +298,24 @@ def checked_sums(objective: Objective, output: Tensor, batch: Batch) -> Sequence
                 f"{found}. Sum a tensor, without .item()."
             )
     return shares_of_rank(objective, sums, batch)
+
+
+def checked_observed(objective: Objective, output: Tensor, batch: Batch) -> Tensor:
+    """Compute what an objective observes of a micro-batch.
+
+    Raises:
+        UserError: it is not a row of numbers for each sequence.
+    """
+    name, count = type(objective).__name__, len(batch["lengths"])
+    rows = objective.observed(output, batch)
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or len(rows) != count:
+        is_tensor = isinstance(rows, Tensor)
+        found = f"of shape {list(rows.shape)}" if is_tensor else f"a {type(rows).__name__}"
+        raise UserError(
+            f"{name}.observed has to be a tensor of {count} rows of numbers, one for each "
+            f"sequence, but is {found}. Return values[:, None] for one number of each."
+        )
+    return rows
 
 
 def shares_of_rank(objective: Objective, sums: Sequence[Tensor], batch: Batch) -> Sequence[Tensor]:

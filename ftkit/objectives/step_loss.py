@@ -1,14 +1,22 @@
 """The loss of a step: the terms of its objective, and those of the model beside it."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftkit.models.language_model import LanguageModel, output_of
 from ftkit.objectives.companion import Companion, Context
-from ftkit.objectives.objective import EXCHANGE, Batch, Objective, checked_sums, shares_of_rank
+from ftkit.objectives.objective import (
+    EXCHANGE,
+    OF_STEP,
+    Batch,
+    Objective,
+    checked_observed,
+    checked_sums,
+)
 from ftkit.strategies.distributed import sum_over_ranks
 from ftkit.utils.accelerators.use import sum_dtype
 
@@ -33,8 +41,11 @@ class StepLoss:
         self._companion = companion
         self._choices: Tensor | None = None
         """[experts]: choices of the routers in the whole step; None: it has one micro-batch."""
-        self._statistics: Tensor | None = None
-        """[statistics]: of the objective, of the whole step; None: it needs none."""
+        self._observed: Tensor | None = None
+        """[sequences of the step + 1, numbers]: those that are here; None: the objective needs
+        none."""
+        self._of_step: Any = None
+        """What the objective has made of them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,24 +58,26 @@ class StepLoss:
         # The routers' loss is a product of means over the whole step, so the gradients of the
         # first micro-batch already depend on the choices in all of them.
         of_routers = self._routing.loss is not None and micro_batches > 1
-        return of_routers or self.objective.observes_mismatched
+        return of_routers or self.objective.observes is not None
 
     def begin(self) -> None:
-        """Forget the statistics of the step before."""
-        self._choices = self._statistics = None
+        """Forget the step before."""
+        self._choices = self._observed = self._of_step = None
 
-    def observe_mismatched(self, batch: Batch, context: Context) -> None:
-        """Add a micro-batch to the statistics of the objective, if it needs any.
+    def observe(self, batch: Batch, step: int, context: Context) -> None:
+        """Add a micro-batch to what the objective needs of a step, if it needs any.
 
         Args:
             batch: on its device.
+            step: optimizer steps done before.
             context: in which the model computes.
         """
-        if self.objective.observes_mismatched:
-            found = mismatched_statistics(
-                self.objective, self._model, self._companion, batch, context
-            )
-            self._statistics = found if self._statistics is None else self._statistics + found
+        if self.objective.observes:
+            is_own, tokens = self.objective.observes == "own", self._model.body.tokens
+            with tokens.of(step, batch) if is_own else nullcontext():
+                self._observed = with_observed(
+                    self._observed, self.objective, self._model, self._companion, batch, context
+                )
 
     @torch.no_grad()
     def observe_routing(self, batch: Batch) -> None:
@@ -82,12 +95,13 @@ class StepLoss:
         assert routed is not None
         self._choices = routed.choices if self._choices is None else self._choices + routed.choices
 
-    def finish_statistics(self) -> None:
-        """Sum the statistics over all ranks; every rank calls this."""
+    def finish_observing(self) -> None:
+        """Gather what was observed over all ranks; every rank calls this."""
         if self._choices is not None:
             self._choices = sum_over_ranks(self._choices)
-        if self._statistics is not None:
-            self._statistics = sum_over_ranks(self._statistics)
+        if self._observed is not None:
+            self._of_step = of_whole_step(self.objective, self._observed)
+            self._observed = None
 
     def refer(self, batch: Batch) -> None:
         """Add what the objective needs of other ranks, and of another model, to a micro-batch.
@@ -115,8 +129,7 @@ class StepLoss:
             shares: [terms]; the micro-batch's share of each is added.
         """
         objective = self.objective
-        if self._statistics is not None:
-            batch["statistics"] = self._statistics
+        batch[OF_STEP] = self._of_step
         sums = checked_sums(objective, forward(batch, objective.output(batch)), batch)
         loss: Tensor | None = None
         for number, (term, total) in enumerate(zip(objective.terms, sums, strict=True)):
@@ -145,34 +158,54 @@ def zeros_for(step_loss: StepLoss, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def mismatched_statistics(
+def with_observed(
+    known: Tensor | None,
     objective: Objective,
     model: LanguageModel,
     companion: Companion | None,
     batch: Batch,
     context: Context,
 ) -> Tensor:
-    """Statistics of the mismatched sequences of a micro-batch.
+    """Add what the objective observes of a micro-batch to what is known of its step.
 
     Args:
+        known: of micro-batches before it on this rank, see the result; None: it is the first one.
         objective: what is learned.
-        model: its dropout is off meanwhile, so that statistics do not depend on ranks.
-        companion: if the objective needs one; it computes these sequences anew.
-        batch: on its device, with these sequences under "mismatched".
+        model: dropout is off for joined sequences, so that they do not depend on ranks.
+        companion: if the objective needs one; joined sequences are computed anew.
+        batch: on its device.
         context: in which the model computes.
 
     Returns:
-        [statistics].
+        [sequences of the step + 1, numbers], in their order, 0 for those that other ranks have; the
+        last row is of fillers.
     """
-    mismatched: Batch = {**batch["mismatched"], EXCHANGE: model.body.exchange}
-    is_training = model.training
-    model.eval()
+    is_joined, is_training = objective.observes == "joined", model.training
+    seen: Batch = {**(batch["joined"] if is_joined else batch), EXCHANGE: model.body.exchange}
+    model.train(is_training and not is_joined)
     with context():
-        output = output_of(model, mismatched, objective.output(mismatched))
+        output = output_of(model, seen, objective.output(seen))
     model.train(is_training)
     # After the model itself: in its first pass, DeepSpeed learns which parameters its layers use,
     # and refuses those of an adapter that was off then.
     if companion is not None:
-        companion.add_to(mismatched)
-    (found,) = shares_of_rank(objective, [objective.statistics(output, mismatched)], mismatched)
-    return found
+        companion.add_to(seen)
+    rows = checked_observed(objective, output, seen)
+    if known is None:
+        known = rows.new_zeros(batch["sequences_of_step"] + 1, rows.shape[1])
+    exchange = model.body.exchange
+    if exchange is None or exchange.piece.index == 0:  # of ranks that share sequences, the first
+        known[torch.tensor(batch["places"], device=known.device)] = rows
+    return known
+
+
+@torch.no_grad()
+def of_whole_step(objective: Objective, observed: Tensor) -> Any:
+    """Make what the objective needs of a whole step; every rank calls this.
+
+    Args:
+        objective: what is learned.
+        observed: by `with_observed`, of all micro-batches of this rank.
+    """
+    # Every sequence is of one rank, so the sums are exact, and the same on every rank.
+    return objective.of_step(sum_over_ranks(observed[:-1].contiguous()))

@@ -275,7 +275,7 @@ def heaviest_micro_batch(
         pieces=plan.mesh.context,
         # Labels that only pad have a weight, 0.
         weighted=weighted or plan.kind.compiles_shapes,
-        scored=rules.scores is not None,
+        scores=rules.scores,
     )
     return with_media(largest, media, samples * rules.sequences)
 

@@ -98,7 +98,7 @@ class PlannedReference:
     """Whether it is computed below the adapter, with a forward pass in each micro-step; otherwise
     once for every sequence, before the first step."""
     more_fraction: float
-    """Operations of its passes and of those on mismatched sequences, relative to training on the
+    """Operations of its passes and of those that observe the step, relative to training on the
     same samples without them."""
     sequences: int | None = None
     """Sequences to train on that are computed before the first step, at most; None: not known."""
@@ -126,7 +126,7 @@ class PlannedBeside:
     rank_bytes: int
     """Bytes of its weights on each rank, which are part of the predicted memory."""
     more_fraction: float
-    """Operations of its passes and of those on mismatched sequences, relative to a step on the same
+    """Operations of its passes and of those that observe the step, relative to a step on the same
     samples without them."""
 
 
@@ -572,6 +572,8 @@ def certain_micro_batch(
     if rules.scores:
         targets, positions = rows, known.at_least
     in_row = positions + rows - 1
+    if rules.scores and rules.scores.pooling == "mean":
+        targets = in_row
     here = -(-in_row // pieces)
     return MicroBatchSize(
         sequences=rows + (here * pieces > in_row),

@@ -50,7 +50,7 @@ from ftkit.planning.media import allocated, simulated_media
 from ftkit.planning.tracker import LiveTensors, Stretch
 from ftkit.recipe.companions import companion_row
 from ftkit.recipe.kernels import has_liger
-from ftkit.recipe.objectives import objective_rules
+from ftkit.recipe.objectives import ScoreLabels, objective_rules
 from ftkit.recipe.plan import Plan
 from ftkit.recipe.plugin import plugin_in_use
 from ftkit.recipe.recipe import LoraRecipe
@@ -59,7 +59,7 @@ from ftkit.strategies.optimizers import OptimizerInBackward, clip_gradients, hid
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
     FIRST_GRADIENT,
-    MISMATCHED,
+    OBSERVED,
     PERSISTENT_ELEMENTS,
     MicroBatchSize,
     Peaks,
@@ -93,7 +93,7 @@ def largest_micro_batch(
     most_tokens: int | None = None,
     pieces: int = 1,
     weighted: bool = False,
-    scored: bool = False,
+    scores: ScoreLabels | None = None,
     each: int = 1,
 ) -> MicroBatchSize:
     """Upper bound of micro-batches: samples of equal length whose tokens all carry loss.
@@ -105,11 +105,12 @@ def largest_micro_batch(
         most_tokens: of a row, but for a longer sample; None: as many as the samples have.
         pieces: ranks that share a row.
         weighted: whether their labels have weights.
-        scored: whether each sequence has a score; else all tokens carry loss.
+        scores: what each sequence has, at one token or as a mean over all; None: all tokens but
+            the first one carry loss.
         each: sequences of a sample, which stay together.
     """
     # Of tokens that are predicted, the last one is only a label.
-    positions = tokens if scored else tokens - 1
+    positions = tokens if scores else tokens - 1
     in_all = sequences * positions
     if most_tokens is not None:
         in_all = min(in_all, max(most_tokens, each * positions))
@@ -119,7 +120,7 @@ def largest_micro_batch(
         # What fills up a row is one more.
         sequences=sequences + (here * pieces > in_all),
         positions=positions,
-        targets=sequences if scored else here,
+        targets=sequences if scores and scores.pooling != "mean" else here,
         tokens=here if padding_free else None,
         pieces=pieces,
         weighted=weighted,
@@ -192,7 +193,7 @@ def _with_all_layers(
         Sizes(**extended(dataclasses.asdict(less.sizes), dataclasses.asdict(more.sizes))),
         less.hosted_bytes + (more.hosted_bytes - less.hosted_bytes) * steps,
         accumulates=less.accumulates,
-        mismatched_passes=less.mismatched_passes,
+        observing_passes=less.observing_passes,
         passes_before=less.passes_before,
     )
 
@@ -279,7 +280,7 @@ def _run(
             sizes,
             host.most_bytes,
             accumulates=accumulates,
-            mismatched_passes=further.of_model + further.below_adapter - refers,
+            observing_passes=further.of_model + further.below_adapter - refers,
             passes_before=refers,
         )
 
@@ -344,9 +345,13 @@ def _sizes(
     # That of a teacher is gathered where the loss is computed.
     head = [] if other is None or not is_teacher else list(other.head.parameters())
     beside = set() if model is None else {*model.body.trained_beside}
-    of_head = [] if model is None else _large(model.head.parameters())
+    scores = None if model is None else model.architecture.scores
+    is_used = scores is None or bool(scores.names)  # the output layer, by what is not a vector
+    of_head = [] if model is None or not is_used else _large(model.head.parameters())
     of_block = [] if model is None else _large(model.body.blocks[0].parameters())
-    of_embedding = [] if model is None or model.tied else _large(model.body.embedding.parameters())
+    of_embedding = []
+    if model is not None and not (model.tied and is_used):
+        of_embedding = _large(model.body.embedding.parameters())
 
     def pinned_bytes(parameter: nn.Parameter) -> int:
         rows = -(-parameter.shape[0] // shards)
@@ -570,9 +575,9 @@ class _Step:
             self._first_step(optimizer)
             found: Peaks = {}
             live.restart()
-            if self._step_loss.objective.observes_mismatched:
+            if self._step_loss.objective.observes:
                 # Before there are gradients of any micro-step.
-                self._observe_mismatched()
+                self._observe()
                 _keep_highest(found, live.stretches())
             if self._accumulates and optimizer is not None:
                 self._accumulate()
@@ -596,8 +601,8 @@ class _Step:
         if optimizer is None:
             return
         if self._strategy.simulates_first_step():
-            if self._step_loss.objective.observes_mismatched:
-                self._observe_mismatched()
+            if self._step_loss.objective.observes:
+                self._observe()
             self._step(optimizer)
             return
         self._make_gradients()
@@ -617,20 +622,26 @@ class _Step:
         else:
             self._make_gradients()
 
-    def _observe_mismatched(self) -> None:
-        """Compute statistics of mismatched sequences, as before the first micro-step of a step."""
-        self._mark(MISMATCHED)
+    def _observe(self) -> None:
+        """Compute what the objective needs of a whole step, as before its first micro-step."""
+        self._mark(OBSERVED)
         self._watches_blocks = False
         made = self._new_batch()
         self._step_loss.begin()
-        self._step_loss.observe_mismatched(made | {"mismatched": made}, self._computing)
+        self._step_loss.observe(made | {"joined": made}, 0, self._computing)
+        del made
+        self._step_loss.finish_observing()
         self._watches_blocks = True
 
     def _new_batch(self) -> Batch:
         rules = objective_rules(self._plan.recipe.objective)
         made = _made(self._batch, self._media, each=rules.sequences)
+        count = len(made["numbers"])
         if rules.target_size:
-            made["targets"] = torch.ones(len(made["numbers"]), rules.target_size)
+            made["targets"] = torch.ones(count, rules.target_size)
+        # A step of few samples may have fewer than the largest micro-batch.
+        of_step = max(self._plan.recipe.train.global_batch_size * rules.sequences, count)
+        made |= {"places": tuple(range(count)), "sequences_of_step": of_step}
         given = (*made.values(), *tensors_in(made.get(MEDIA)))
         self._live.assign((value for value in given if isinstance(value, Tensor)), "activations")
         return made

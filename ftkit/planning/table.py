@@ -263,7 +263,7 @@ def _reference_text(reference: PlannedReference, recipe: Recipe) -> str:
     more = percent_text(reference.more_fraction)
     if reference.in_every_step:
         passes = "one more forward pass in each step"
-        if objective_rules(recipe.objective).observes_mismatched:
+        if objective_rules(recipe.objective).observes == "joined":
             passes = (
                 "two more forward passes in each step, and one of the model itself: on prompts "
                 "with the answers to others too"
@@ -285,7 +285,7 @@ def _reference_text(reference: PlannedReference, recipe: Recipe) -> str:
 
 def _beside_text(beside: PlannedBeside, recipe: Recipe) -> str:
     passes = "its forward pass is"
-    if objective_rules(recipe.objective).observes_mismatched:
+    if objective_rules(recipe.objective).observes == "joined":
         passes = (
             "its two forward passes, on prompts with the answers to others too, and one more of "
             "the trained model are"

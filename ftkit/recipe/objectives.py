@@ -22,6 +22,11 @@ and behind a space what this takes, as JSON. pairs: two answers to a prompt, the
 labels: one answer, and whether it is desirable. queries: a query and its documents."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 """What scores of sequences mean, in the words of transformers."""
+Observed = Literal["own", "joined"]
+"""Sequences of which an objective needs something before the first backward pass of a step: the
+step's own, or those made of each sample and the one before it."""
+Pooling = Literal["last", "mean"]
+"""Which hidden state of a sequence is its vector: that of its last token, or the mean over all."""
 REWARD = "reward"
 """Objective of models with one score whose meaning their settings do not say."""
 RELEVANCE = "relevance"
@@ -30,12 +35,14 @@ RELEVANCE = "relevance"
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreLabels:
-    """The scores that a model gives a sequence, as transformers' config.json names them."""
+    """What a model gives a sequence: scores as transformers' config.json names them, or vectors."""
 
     names: tuple[str, ...] = ("LABEL_0",)
-    """A name for each."""
+    """A name for each score; none of a vector, which no output layer computes."""
     problem_type: ProblemType | None = None
     """None: one score, which is the higher the better an answer, or a document, is."""
+    pooling: Pooling | None = None
+    """Where the vector of a sequence is; None: it has scores."""
 
     @classmethod
     def unnamed(cls, count: int) -> "ScoreLabels":
@@ -46,7 +53,7 @@ class ScoreLabels:
     @property
     def is_reward(self) -> bool:
         """Whether the score is a reward."""
-        return self.problem_type is None and not self.is_relevance
+        return self.problem_type is None and not self.is_relevance and self.pooling is None
 
     @property
     def is_relevance(self) -> bool:
@@ -58,6 +65,8 @@ class ScoreLabels:
         """A model that gives them, for people."""
         if self.is_relevance:
             return "a reranker"
+        if self.pooling is not None:
+            return "an embedding model"
         return "a reward model" if self.is_reward else "a classifier"
 
     @property
@@ -67,6 +76,8 @@ class ScoreLabels:
             return Component(class_path=REWARD, init_args={})
         if self.is_relevance:
             return Component(class_path="rerank", init_args={})
+        if self.pooling is not None:
+            return Component(class_path="embed", init_args={"pooling": self.pooling})
         options: dict[str, Any] = {"problem_type": self.problem_type}
         if self.problem_type != "regression":
             options["classes"] = [*self.names]
@@ -111,8 +122,9 @@ class ObjectiveRules:
     """Whether the model is compared with a reference: by default itself, before training."""
     needs_teacher: bool = False
     """Whether another model, the teacher, computes beside the one that is trained."""
-    observes_mismatched: bool = False
-    """Whether the samples of a step are compared with each other, so that it has at least two."""
+    observes: Observed | None = None
+    """The sequences of a step that are compared with each other, so that it has at least two
+    samples; None: none are."""
     is_smoothed: bool = False
     """Whether train.label_smoothing applies to its loss."""
     shares_sequences: bool = False
@@ -191,6 +203,13 @@ class ObjectiveRow(ObjectiveRules):
                     f"objective.{key} is {value!r}, but must be a whole number of at least 0. Try "
                     f"--objective.{key} 1."
                 )
+            if kind == list[int]:
+                if _are_sizes(value):
+                    continue
+                raise UserError(
+                    f"objective.{key} is {value!r}, but must be a list of different whole numbers "
+                    f"above 0. Try --objective.{key} '[256, 64]'."
+                )
             default = getattr(self.options(), key)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             least_excluded = key in self.above_0
@@ -214,6 +233,11 @@ class ObjectiveRow(ObjectiveRules):
 
 def _are_names(value: Any) -> bool:
     is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+    return is_list and len({*value}) == len(value) > 0
+
+
+def _are_sizes(value: Any) -> bool:
+    is_list = isinstance(value, list) and all(type(one) is int and one > 0 for one in value)
     return is_list and len({*value}) == len(value) > 0
 
 
@@ -323,8 +347,9 @@ def needs_reference_beside(recipe: Recipe) -> bool:
     its adapter.
     """
     rules = objective_rules(recipe.objective)
-    # Which answer follows which prompt depends on the order of the samples.
-    return rules.needs_reference and rules.observes_mismatched and not is_below_adapter(recipe)
+    # Which sequences are joined depends on the order of the samples.
+    is_joined = rules.observes == "joined"
+    return rules.needs_reference and is_joined and not is_below_adapter(recipe)
 
 
 def model_beside(recipe: Recipe) -> ModelBeside | None:
@@ -428,7 +453,7 @@ def check_objective(recipe: Recipe) -> None:
     if recipe.reference is None and needs_reference_beside(recipe):
         raise UserError(_without_reference(recipe))
     is_alone = train.global_batch_size == 1 and train.global_batch_tokens is None
-    if rules.observes_mismatched and is_alone:
+    if rules.observes and is_alone:
         raise UserError(
             f"train.global_batch_size is 1, but objective is {name}, which compares each example "
             "of a step with another one. Try --train.global_batch_size 16."

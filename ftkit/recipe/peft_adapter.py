@@ -28,6 +28,7 @@ from ftkit.recipe.peft_names import (
     SCORE_TASK,
     SCORES_KEY,
     TOKENS_KEY,
+    VECTOR_TASK,
     WEIGHTS,
 )
 from ftkit.recipe.recipe import LAYER_SWITCHES, Component, LoraRecipe, Recipe
@@ -398,11 +399,15 @@ def _entries(directory: Path) -> dict[str, Any]:
 def adapter_scores(directory: Path) -> ScoreLabels | None:
     """Return the scores that a model with an adapter gives sequences; None: it predicts tokens.
 
-    Other programs name none: one score is then a reward, and several are of classes.
+    Other programs name none: one score is then a reward, several are of classes, and vectors are
+    at the last token.
     """
-    if peft_settings(directory).get("task_type") != SCORE_TASK:
+    task = peft_settings(directory).get("task_type")
+    if task not in (SCORE_TASK, VECTOR_TASK):
         return None
     noted = _header(directory).get(SCORES_KEY)
+    if noted is None and task == VECTOR_TASK:
+        return ScoreLabels(names=(), pooling="last")
     if noted is None:
         with reading(directory / WEIGHTS, "shapes", advice=_AGAIN):
             shapes = [

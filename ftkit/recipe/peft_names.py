@@ -1,7 +1,9 @@
 """Names in the files of adapters, of PEFT and of ftkit."""
 
 SCORE_TASK = "SEQ_CLS"
-"""PEFT's task type of a model with scores; of others it is CAUSAL_LM."""
+"""PEFT's task type of a model with scores; of one that predicts tokens it is CAUSAL_LM."""
+VECTOR_TASK = "FEATURE_EXTRACTION"
+"""PEFT's task type of a model that gives vectors."""
 CONFIG = "adapter_config.json"
 WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 NOTES_KEY = "ftkit"

@@ -30,7 +30,7 @@ def why_unrecorded(plan: Plan) -> str | None:
         (train.neftune_noise_alpha is not None, "train.neftune_noise_alpha is scaled on the host"),
         (quantize is not None, f"quantize {quantize} computes outside of torch"),
         (rounding_of(recipe) is not None, f"{rounding_of(recipe)} computes outside of torch"),
-        (rules.observes_mismatched, f"objective {recipe.objective['class_path']} observes steps"),
+        (rules.observes is not None, f"objective {recipe.objective['class_path']} observes steps"),
         (rules.needs_teacher, "the teacher's numbers change their shape"),
     ):
         if applies:

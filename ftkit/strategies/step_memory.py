@@ -225,8 +225,8 @@ ANOTHER_MODEL = "another model"
 """Stretch of a step in which another model computes, before the trained one does."""
 FIRST_GRADIENT = "first gradient, backward"
 """Stretch from the first gradient of a trained parameter to the next block, under DeepSpeed."""
-MISMATCHED = "mismatched sequences"
-"""Stretch before the first micro-step of a step, in which models compute statistics of it."""
+OBSERVED = "the whole step"
+"""Stretch before the first micro-step of a step, in which its sequences are observed."""
 Peaks = dict[str, Snapshot]
 """The highest moment of each stretch of a step."""
 
@@ -300,9 +300,9 @@ class Simulation:
     """Page-locked host memory for activations."""
     accumulates: bool = False
     """Whether there are gradients of micro-steps before it."""
-    mismatched_passes: int = 0
-    """Passes of the trained model on the mismatched sequences of each micro-batch, all of them
-    before the first micro-step."""
+    observing_passes: int = 0
+    """Passes of the trained model that observe each micro-batch, all of them before the first
+    micro-step."""
     passes_before: int = 0
     """Passes of the trained model without a backward pass, in each micro-step before the one that
     trains."""

@@ -143,7 +143,7 @@ class Evaluator:
             checked_amounts(objective, samples),
             limit=self._setup.validation_limit,
             layout=self._setup.layout,
-            mismatched=objective.observes_mismatched,
+            joined=objective.joined,
         )
         with self._journal.display.phase("validating", brief=True) as phase:
             found = validation_loss(
@@ -199,7 +199,7 @@ class Evaluator:
                 checked_amounts(objective, samples),
                 len(samples),
                 self._setup.layout,
-                mismatched=objective.observes_mismatched,
+                joined=objective.joined,
             ),
             self._setup.strategy.device,
             sources=len(sets.parts),

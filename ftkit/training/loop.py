@@ -199,7 +199,7 @@ class Training:
                 self._order,
                 start_step=first,
                 end_step=end,
-                mismatched=setup.objective.observes_mismatched,
+                joined=setup.objective.joined,
                 fills_media=bool(setup.base.architecture.beside),
                 pin_memory=setup.plan.kind.pins_host_memory,
             )

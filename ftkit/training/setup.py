@@ -402,7 +402,7 @@ def set_up(job: Job, start: StartingPoint, device_name: str, journal: Journal) -
         strategy=strategy,
         companion=companion,
     )
-    if objective.observes_mismatched:
+    if objective.observes:
         _check_several(setup)
     _check_checkpoints(setup, size_of(setup.directory.store.directory))
     _log_summary(setup, device_name, journal)
@@ -604,9 +604,11 @@ def _require_logits(part: LoadedPart, base: BaseModel) -> None:
         UserError: names the token.
     """
     architecture, tokenizer = base.architecture, base.tokenizer
+    if architecture.scores:
+        return
     rows = architecture.parameter_shapes(tied=False)[HEAD][0]
     logits = min(rows, architecture.logit_count or rows)
-    if architecture.scores or tokenizer.largest_id < logits:
+    if tokenizer.largest_id < logits:
         return
     largest = max(prepared.samples.largest_label for prepared in part.splits.values())
     if largest >= logits:

@@ -171,7 +171,7 @@ class TrainStep:
         self._meter.begin_step(step)
         self._step_loss.begin()
         if self._step_loss.needs_pass(len(of_step)):
-            self._gather_statistics(step, of_step)
+            self._observe(step, of_step)
         self._seed_step(step)
         self._strategy.set_learning_rate(self._schedule.share(step))
         # Texts alone are there at once, and would only take memory.
@@ -211,18 +211,18 @@ class TrainStep:
         torch.manual_seed(seed_of_step(self._seed, step, rank()))
 
     @torch.no_grad()
-    def _gather_statistics(self, step: int, batches: Sequence[Batch]) -> None:
+    def _observe(self, step: int, batches: Sequence[Batch]) -> None:
         """Compute what the loss needs of the whole step before its first backward pass."""
         self._seed_step(step)
         for waiting in with_media(batches):
             batch = move_data_to_device(waiting, self._device)
             context = self._strategy.precision.forward_context
-            self._step_loss.observe_mismatched(batch, context)
+            self._step_loss.observe(batch, step, context)
             if len(batches) > 1:
                 with context(), self._tokens.of(step, batch):
                     self._step_loss.observe_routing(batch)
         self._clock.mark("forward")
-        self._step_loss.finish_statistics()
+        self._step_loss.finish_observing()
 
     def micro_step(self, batch: Batch) -> None:
         """Make the forward and backward pass of a micro-batch, which adds up its gradients."""

@@ -20,14 +20,14 @@ def cache_root() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/ftkit").expanduser()
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file atomically: after a crash, it holds the new text or what it held before.
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: after a crash, it holds the new content or what it held before.
 
     Raises:
         OSError: it cannot be written, and is unchanged.
     """
     # The content reaches the disk before the rename, and the rename with the directory.
-    _write_at_once(path, text, synced=True)
+    _write_at_once(path, content, synced=True)
     sync(path.parent)
 
 
@@ -36,13 +36,13 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     _write_at_once(path, json.dumps(values), synced=False)
 
 
-def _write_at_once(path: Path, text: str, *, synced: bool) -> None:
+def _write_at_once(path: Path, content: str | bytes, *, synced: bool) -> None:
     # In the same directory, because a rename does not cross file systems. With the process id,
     # because several processes may write the file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             if synced:
                 # A file system may put the rename on the disk before the content.
                 file.flush()

@@ -751,9 +751,13 @@ class TestLoaders:
                     is_last_of_step=number == len(order.micro_batches(step)),
                     numbers=micro_batch,
                 )
+                | {"places": tuple(places.tolist() or [size]), "sequences_of_step": size}
             )
             for step in range(start_step, 10)
-            for number, micro_batch in enumerate(order.micro_batches(step), start=1)
+            if (size := len(order.samples(step)))
+            for number, (micro_batch, places) in enumerate(
+                zip(order.micro_batches(step), order.places(step), strict=True), start=1
+            )
         ]
         assert [plain(batch) for batch in loader] == expected
 

@@ -214,7 +214,8 @@ def test_a_term_of_which_the_samples_have_nothing_is_absent(loaded: Loaded) -> N
 
     objective, layout = Kto(), RankLayout(micro_batch_size=2, padding_free=True)
     samples = SampleSet.of(Rendered([5 + i, 6, 7, 8], ((2, 4),), target=(1,)) for i in range(4))
-    batches = validation_loader(samples, objective.amounts(samples), 4, layout, mismatched=True)
+    amounts = objective.amounts(samples)
+    batches = validation_loader(samples, amounts, 4, layout, joined=objective.joined)
     found = validation_loss(
         loaded.model,
         objective,

@@ -17,8 +17,10 @@ from ftkit.objectives.objective import (
     Batch,
     Objective,
     Term,
+    check_observing,
     check_terms,
     checked_amounts,
+    checked_observed,
     checked_sums,
 )
 
@@ -57,6 +59,44 @@ class Own(Objective):
 def test_terms_make_a_loss(terms: Any, words: tuple[str, ...]) -> None:
     assert says(message_of(check_terms, Own(terms)), *words)
     check_terms(Own((LOSS, OTHER)))
+
+
+class Observer(Own):
+    """Observes the sequences of a step."""
+
+    def observed(self, output: Tensor, batch: Batch) -> Tensor:
+        return output
+
+    def of_step(self, observed: Tensor) -> Tensor:
+        return observed.mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "observes", "words"),
+    [
+        (Own, "own", ("Own.observes is own", "has no observed")),
+        (Observer, "joined", ("Observer.observes is joined", "has no joined")),
+        (Observer, "all", ("Observer.observes is 'all'", "own, joined or None")),
+    ],
+)
+def test_who_observes_steps_says_what(
+    kind: type[Own], observes: Any, words: tuple[str, ...]
+) -> None:
+    objective = kind()
+    check_observing(objective)
+    objective.observes = observes
+    assert says(message_of(check_observing, objective), *words)
+    well = Observer()
+    well.observes = "own"
+    check_observing(well)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(3), torch.zeros(2, 1), torch.zeros(()), [1.0, 2, 3]])
+def test_each_sequence_has_a_row_of_what_is_observed(rows: Any) -> None:
+    batch: Batch = {"lengths": (1, 1, 1)}
+    message = message_of(checked_observed, Observer(), rows, batch)
+    assert says(message, "Observer.observed", "3 rows")
+    assert checked_observed(Observer(), torch.zeros(3, 2), batch).shape == (3, 2)
 
 
 @pytest.mark.parametrize(

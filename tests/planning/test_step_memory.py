@@ -62,6 +62,11 @@ ONE_CLASS = (
     ("objective.problem_type", "single_label_classification"),
     ("objective.classes", CLASSES),
 )
+EMBED = (
+    *(("data.json_path", "BESIDE/documents.json"), PAIRS[1], ("objective", "embed")),
+    ("objective.negatives", 1),
+)
+MEAN = (*EMBED, ("objective.pooling", "mean"), ("objective.sizes", Entries([64, 16])))
 SEVERAL_CLASSES = (*ONE_CLASS, ("objective.problem_type", "multi_label_classification"))
 RERANK = (
     ("data.json_path", "BESIDE/queries.json"),
@@ -103,6 +108,9 @@ MORE_SINGLE = [
     Case("single", "lora", "32-true", (*KTO, ("train.micro_batch_size", 4))),
     Case("single", "lora", "bf16-true", (*ONE_CLASS, ("lora_head", False), WHOLE_BATCH)),
     Case("single", "full", "bf16-mixed", (*VALUES, CHECKPOINTED)),
+    Case("single", "full", "32-true", (*EMBED, ("train.micro_batch_size", 2))),
+    Case("single", "lora", "bf16-true", (*MEAN, ("lora_head", False), WHOLE_BATCH)),
+    Case("single", "full", "bf16-mixed", (*MEAN, CHECKPOINTED)),
     Case("single", "lora", "bf16-true", (*RERANK, ("lora_head", False), *TOKENS)),
 ]
 ROUTERS = ("router_aux_loss_coef", 0.1)
@@ -131,6 +139,8 @@ MORE_SEVERAL = [
     Case("fsdp", "full", "bf16-true", (SYNC_ONCE, ("strategy.prefetch", 1))),
     Case("fsdp", "full", "32-true", (*REWARD, ("train.micro_batch_size", 2))),
     Case("fsdp", "full", "32-true", (*ONE_CLASS, ("train.micro_batch_size", 4))),
+    Case("fsdp", "full", "32-true", (*EMBED, ("train.micro_batch_size", 2))),
+    Case("ddp", "full", "32-true", MEAN),
     Case("ddp", "full", "32-true", (LAST_LAYERS,)),
     Case("fsdp", "full", "bf16-mixed", LAST_MATRICES),
     Case("ddp", "full", "bf16-true", (*SHARED, WHOLE_BATCH)),
@@ -180,6 +190,11 @@ def write_pairs(file: Path, words: list[int]) -> None:
         for number, both in enumerate(answers)
     ]
     file.with_name("labelled.json").write_text(json.dumps(labelled))
+    documents = [
+        {"query": both["chosen"], "positive": both["rejected"], "negative": "green " * count}
+        for both, count in zip(answers, words, strict=True)
+    ]
+    file.with_name("documents.json").write_text(json.dumps(documents))
     texts = [{"text": both["chosen"], "label": number} for number, both in enumerate(answers)]
     file.with_name("texts.json").write_text(json.dumps(texts))
     queries = [

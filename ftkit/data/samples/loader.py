@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from ftkit.data.samples.layout import (
     samples_or_filler,
     validation_batches,
 )
-from ftkit.data.samples.sample_set import Sample, Samples, mismatched
+from ftkit.data.samples.sample_set import Joined, Sample, Samples
 from ftkit.data.samples.sampler import StepOrder
 from ftkit.recipe.mesh import WHOLE, Piece
 
@@ -196,7 +196,7 @@ def train_batches(
     start_step: int,
     end_step: int,
     *,
-    mismatched: bool = False,
+    joined: Joined | None = None,
     fills_media: bool = False,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
@@ -209,16 +209,18 @@ def train_batches(
         order: of these samples.
         start_step: first step, counted from the start of the run.
         end_step: last step + 1.
-        mismatched: whether each has a second one under "mismatched": its prompts, each with the
-            answer of the sample before it in the order of the step, the first with the last one.
+        joined: makes the sequences of a second one under "joined", of each sample and the one
+            before it in the order of the step, of the first and the last one; None: there is none.
         fills_media: as of `collate`.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
-        Loader of what collate returns. It has no len: steps may have different numbers of
-        micro-steps.
+        Loader of what collate returns, with
+        places: of each sequence in the order of the step, over all ranks; of a filler their number.
+        sequences_of_step: their number.
+        It has no len: steps may have different numbers of micro-steps.
     """
-    batches = _MicroBatches(samples, order.layout, mismatched=mismatched, fills_media=fills_media)
+    batches = _MicroBatches(samples, order.layout, joined=joined, fills_media=fills_media)
     return _loader(batches, _StepSampler(order, start_step, end_step), pin_memory)
 
 
@@ -228,7 +230,7 @@ def validation_loader(
     limit: int,
     layout: RankLayout,
     *,
-    mismatched: bool = False,
+    joined: Joined | None = None,
     pin_memory: bool = False,
 ) -> DataLoader[dict[str, Any]]:
     """Load this rank's batches of the first `limit` validation samples, as many on every rank.
@@ -240,12 +242,12 @@ def validation_loader(
         amounts: by name, [samples]: what sums over them are divided by.
         limit: samples over all ranks.
         layout: of a batch, on this rank.
-        mismatched: as in `train_batches`, in the order of these samples.
+        joined: as in `train_batches`, in the order of these samples.
         pin_memory: for copies to a GPU beside the computation.
 
     Returns:
-        Loader of what collate returns; the divisors are amounts of the batch alone, 0 but for the
-        first of the ranks that share it.
+        Loader of what `train_batches` yields, of samples that are all one step; the divisors are
+        amounts of the batch alone, 0 but for the first of the ranks that share it.
     """
     sources = samples.sources[:limit]
     keys: list[_Key] = []
@@ -256,8 +258,8 @@ def validation_loader(
             counted = real if layout.piece.index == 0 else []
             sums = {name: float(values[counted].sum()) for name, values in amounts.items()}
             before = [i if i == FILLER else (i - 1) % len(sources) for i in found]
-            keys.append((found, before, sums, True, source))
-    batches = _MicroBatches(samples, layout, mismatched=mismatched)
+            keys.append(_Key(found, sums, source=source, step=_Places(found, before, len(sources))))
+    batches = _MicroBatches(samples, layout, joined=joined)
     return _loader(batches, keys, pin_memory)
 
 
@@ -274,8 +276,8 @@ def inference_loader(
     Returns:
         Loader of what collate returns, without divisors.
     """
-    keys: list[_Key] = [(found, [], {}, True, None) for found in _batches(samples, numbers, layout)]
-    batches = _MicroBatches(samples, layout, mismatched=False)
+    keys = [_Key(found, {}) for found in _batches(samples, numbers, layout)]
+    batches = _MicroBatches(samples, layout)
     return _loader(batches, keys, False)
 
 
@@ -287,8 +289,26 @@ def _batches(samples: Samples, numbers: IntArray, layout: RankLayout) -> Iterato
         yield [i if i == FILLER else int(numbers[i]) for i in batch]
 
 
-_Key = tuple[list[int], list[int], Mapping[str, float], bool, int | None]
-"""Samples, those before them in the step, divisors, whether it is the last of it, and source."""
+class _Places(NamedTuple):
+    """Where samples of a micro-batch are in the order of their step."""
+
+    places: list[int]
+    """Of each, or FILLER."""
+    before: list[int]
+    """The sample before each."""
+    samples: int
+    """Samples of the step."""
+
+
+class _Key(NamedTuple):
+    """What to collate."""
+
+    samples: list[int]
+    divisors: Mapping[str, float]
+    is_last: bool = True
+    source: int | None = None
+    step: _Places | None = None
+    """None: they are of none."""
 
 
 class _StepSampler(Sampler[_Key]):
@@ -306,8 +326,12 @@ class _StepSampler(Sampler[_Key]):
             samples, places = self._order.samples(step), self._order.places(step)
             for number, of_micro_batch in enumerate(places, start=1):
                 chosen = samples_or_filler(samples[of_micro_batch])
-                before = samples_or_filler(samples[of_micro_batch - 1])
-                yield chosen, before, divisors, number == len(places), None
+                of_step = _Places(
+                    samples_or_filler(of_micro_batch),
+                    samples_or_filler(samples[of_micro_batch - 1]),
+                    len(samples),
+                )
+                yield _Key(chosen, divisors, is_last=number == len(places), step=of_step)
 
 
 class _MicroBatches(Dataset[dict[str, Any]]):
@@ -318,7 +342,7 @@ class _MicroBatches(Dataset[dict[str, Any]]):
         samples: "Samples | Stream",
         layout: RankLayout,
         *,
-        mismatched: bool,
+        joined: Joined | None = None,
         fills_media: bool = False,
     ) -> None:
         self._samples, self._padding_free = samples, layout.padding_free
@@ -328,20 +352,16 @@ class _MicroBatches(Dataset[dict[str, Any]]):
         self._weighted = samples.label_weights is not None
         targets = samples.targets if isinstance(samples, Samples) else None
         self._target_size = 0 if targets is None else targets.shape[1]
-        self._mismatched: Samples | None = None
-        """Whose answers are joined with other prompts; None: none are."""
-        if mismatched:
+        self._joined = joined
+        if joined is not None:
             assert isinstance(samples, Samples), "a stream has documents"
-            self._mismatched = samples
             self._most = int(samples.longest.max()) + 1 if len(samples) else 0
             """Tokens of the longest sequence."""
 
     def __getitem__(self, key: _Key) -> dict[str, Any]:
-        indices, before, divisors, is_last, source = key
-        each, shapes = self._samples.per_sample, self._shapes
-        if shapes is not None:
-            missing = [FILLER] * (shapes.rows - len(indices))
-            indices, before = indices + missing, before + missing
+        each, shapes, step = self._samples.per_sample, self._shapes, key.step
+        missing = [] if shapes is None else [FILLER] * (shapes.rows - len(key.samples))
+        indices = key.samples + missing
         sequences: list[Sample | None] = []
         numbers: list[int] = []
         for index in indices:
@@ -350,25 +370,34 @@ class _MicroBatches(Dataset[dict[str, Any]]):
             numbers += (FILLER,) * each if is_filler else range(index * each, (index + 1) * each)
         batch = collate(
             sequences,
-            divisors,
+            key.divisors,
             per_sample=each,
             target_size=self._target_size,
             weighted=self._weighted,
             padding_free=self._padding_free,
             piece=self._piece,
             shapes=shapes,
-            is_last_of_step=is_last,
-            source=source,
+            is_last_of_step=key.is_last,
+            source=key.source,
             numbers=numbers,
             reader=self._samples.media_reader,
             fills_media=self._fills_media,
         )
-        if self._mismatched is not None:
-            answers = [None if i == FILLER else self._mismatched[i] for i in before]
-            batch["mismatched"] = collate(
+        if step is None:
+            return batch
+        batch["sequences_of_step"] = end = step.samples * each
+        places: list[int] = []
+        for place in (*step.places, *missing):
+            places += (end,) * each if place == FILLER else range(place * each, (place + 1) * each)
+        batch["places"] = tuple(places)
+        if self._joined is not None:
+            samples = self._samples
+            assert isinstance(samples, Samples)
+            others = [None if i == FILLER else samples[i] for i in step.before + missing]
+            batch["joined"] = collate(
                 [
-                    None if one is None or other is None else mismatched(one, other, self._most)
-                    for one, other in zip(sequences, answers, strict=True)
+                    None if one is None or other is None else self._joined(one, other, self._most)
+                    for one, other in zip(sequences, others, strict=True)
                 ],
                 {},
                 padding_free=self._padding_free,

@@ -5,7 +5,7 @@ import json
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
@@ -36,6 +36,10 @@ class Sample(NamedTuple):
     """[numbers], what is learned of it as a whole; None: its tokens are learned."""
     media: tuple[Medium, ...] = ()
     """Its media, in the order of their tokens."""
+
+
+Joined = Callable[[Sample, Sample, int], Sample]
+"""Makes a sequence of a sample and the one before it in a step, of so many tokens at most."""
 
 
 class Samples(Dataset[Sample]):
@@ -550,20 +554,6 @@ class JoinedSamples(Samples):
         """[samples, ...], of values of the samples of each source."""
         starts = np.cumsum([0, *map(len, values)])
         return np.concatenate(values)[starts[self._sources] + self._places]
-
-
-def mismatched(prompt: Sample, answer: Sample, most: int) -> Sample:
-    """Join the prompt of a sample and the answer of another.
-
-    Args:
-        prompt: everything before its first token that carries loss is taken.
-        answer: everything from its first token that carries loss on is taken.
-        most: tokens of the result; the rest is cut off.
-    """
-    ends, begins = (int(one.trained[0, 0]) for one in (prompt, answer))
-    ids = np.concatenate([prompt.ids[:ends], answer.ids[begins:]])[:most]
-    trained = np.minimum(answer.trained - begins + ends, len(ids)).astype(np.int32)
-    return Sample(ids, trained[trained[:, 0] < trained[:, 1]])
 
 
 class ScoredSamples(Samples):

@@ -10,7 +10,7 @@ from ftkit.extensions.deepspeed.strategies import DeepSpeedOptions
 from ftkit.strategies.step_memory import (
     ANOTHER_MODEL,
     FIRST_GRADIENT,
-    MISMATCHED,
+    OBSERVED,
     Category,
     OnDevice,
     Simulation,
@@ -119,7 +119,7 @@ class _ZeroRank:
         # The first gradient makes the bucket, after the loss has taken the most for its own.
         has_bucket = name.endswith("backward") and name != "loss, backward"
         found = self._bucket if has_bucket or name == _REDUCTION else 0
-        accumulates = whole.accumulates and name != MISMATCHED
+        accumulates = whole.accumulates and name != OBSERVED
         if options.stage == 1 and accumulates:  # whole until the update
             found += self._sizes.trained
         if options.offload_optimizer:  # on its way to the host
@@ -182,9 +182,9 @@ class _ZeroRank:
         """Passes of the trained model since a backward pass, before each of those that train."""
         whole = self._whole
         if not whole.accumulates:
-            return {whole.mismatched_passes + whole.passes_before}
+            return {whole.observing_passes + whole.passes_before}
         # There are two micro-batches or more.
-        return {2 * whole.mismatched_passes + whole.passes_before, whole.passes_before}
+        return {2 * whole.observing_passes + whole.passes_before, whole.passes_before}
 
     def _gathered_after_passes(self, name: str, large: int) -> int:
         """As `_gathered`, where the model has computed before without a backward pass."""
@@ -194,10 +194,10 @@ class _ZeroRank:
         sizes, whole = self._sizes, self._whole
         if name == ANOTHER_MODEL and sizes.frozen_bytes:
             return 0
-        if name in (ANOTHER_MODEL, MISMATCHED):
-            one_by_one = whole.mismatched_passes == 0
-            if name == MISMATCHED:
-                one_by_one = whole.mismatched_passes == 1 and not whole.accumulates
+        if name in (ANOTHER_MODEL, OBSERVED):
+            one_by_one = whole.observing_passes == 0
+            if name == OBSERVED:
+                one_by_one = whole.observing_passes == 1 and not whole.accumulates
             if not one_by_one:
                 return 2 * min(_PREFETCH_ELEMENTS, large)
             return max(sizes.embedding_elements, sizes.head_elements, sizes.largest_in_block)

@@ -1,1 +1,1 @@
-"""Heads that give texts classes or values: the objective classify."""
+"""Heads that give texts classes, values or scores, and models that give them vectors."""

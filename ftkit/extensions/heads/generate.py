@@ -19,7 +19,7 @@ from ftkit.evaluation.prompting import Prompting, check_system, prompting_for, q
 from ftkit.evaluation.result import Result
 from ftkit.evaluation.session import Session, start_session
 from ftkit.extensions.heads.labels import WholeReader
-from ftkit.extensions.heads.text_pairs import encode_wholes
+from ftkit.extensions.heads.text_pairs import encode_alone, encode_wholes
 from ftkit.models.chat_templates.template import TemplateRefusal
 from ftkit.models.language_model import output_of
 from ftkit.models.loss import Scores
@@ -117,8 +117,8 @@ def refuse_options(options: GenerateOptions) -> None:
     for key, value in given.items():
         if value:
             raise UserError(
-                f"--{key} is for models that answer in tokens, but this one gives texts classes or "
-                f"values. Leave --{key} out."
+                f"--{key} is for models that answer in tokens, but this one gives texts classes, "
+                f"values or vectors. Leave --{key} out."
             )
 
 
@@ -136,10 +136,14 @@ def encoded(
         prompting is None or prompting.origin in ("model", "name")
     )
     if not messages or prompting is None or is_alone:
-        alone = {"text": question.text}
-        if second := record.get("text_pair") or record.get("input"):
-            alone["text_pair"] = second
-        (ids,) = encode_wholes(base.tokenizer, [alone])
+        scores = base.architecture.scores
+        if scores is not None and scores.pooling is not None:
+            (ids,) = encode_alone(base.tokenizer, [question.text])
+        else:
+            alone = {"text": question.text}
+            if second := record.get("text_pair") or record.get("input"):
+                alone["text_pair"] = second
+            (ids,) = encode_wholes(base.tokenizer, [alone])
     else:
         if system is not None and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": system}, *messages)

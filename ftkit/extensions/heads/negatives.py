@@ -25,6 +25,19 @@ def settle_rerank(recipe: Recipe) -> dict[str, Any]:
     return options
 
 
+def settle_embed(recipe: Recipe) -> dict[str, Any]:
+    """Return the options of an embedding model's recipe with the number that its data decide.
+
+    Raises:
+        UserError: a setting is wrong, or the data cannot be read.
+    """
+    check_objective(recipe)  # settings that need no data come first
+    options = objective_options(recipe.objective)
+    if options["negatives"] is None:
+        options["negatives"] = settled_negatives(recipe, least=0, takes_labels=False)
+    return options
+
+
 def settled_negatives(recipe: Recipe, *, least: int, takes_labels: bool) -> int:
     """Return the number of negatives that all training records of a recipe have.
 

@@ -1,4 +1,4 @@
-"""Objectives of classifiers, regressions and rerankers, with their options."""
+"""Objectives of classifiers, regressions, rerankers and embedding models, with their options."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ftkit.errors import UserError
-from ftkit.recipe.objectives import RELEVANCE, ObjectiveRow, ProblemType, ScoreLabels
+from ftkit.recipe.objectives import (
+    RELEVANCE,
+    ObjectiveRow,
+    Pooling,
+    ProblemType,
+    ScoreLabels,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +38,33 @@ class RerankOptions:
     """Documents of each query that do not answer it; of records with more, the first ones count.
     Default: as many as every training record has. 0, for points: records have one document with a
     label from 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions:
+    """Options of `objective: embed`."""
+
+    negatives: int | None = None
+    """Documents of each query that do not answer it, beside those of all other queries of a step;
+    of records with more, the first ones count. Default: as many as every training record has."""
+    temperature: float = 0.05
+    """Number that cosines are divided by: the inverse of the scale in sentence-transformers, 20."""
+    pooling: Pooling = "last"
+    """The vector of a text: the hidden state of its last token, or the mean over all."""
+    sizes: list[int] | None = None
+    """Sizes to which vectors may be cut later: the loss of their first numbers is added, for each
+    size (Matryoshka). Default: vectors are used whole."""
+
+
+def _decided_of_embed(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Rules by its options; those of the data while these have not decided them."""
+    pooling, negatives = options.get("pooling", EmbedOptions.pooling), options.get("negatives")
+    rules: dict[str, Any] = {"scores": ScoreLabels(names=(), pooling=pooling)}
+    if negatives is None:
+        return rules
+    of_reader = {"negatives": negatives, "labelled": False}
+    rules["preference"] = f"queries {json.dumps(of_reader)}"
+    return rules | {"sequences": 2 + negatives}
 
 
 def _refuse(options: ClassifyOptions) -> None:
@@ -113,6 +146,21 @@ ROWS = (
         answers_place="ftkit.extensions.heads.rank:generate",
         preference="queries",
         scores=ScoreLabels(names=(RELEVANCE,)),
+        shares_sequences=True,
+    ),
+    ObjectiveRow(
+        name="embed",
+        summary="vectors of texts, alike for a query and the document that answers it",
+        class_path="ftkit.extensions.heads.embed.Embed",
+        options=EmbedOptions,
+        above_0=("temperature",),
+        decided=_decided_of_embed,
+        settle_place="ftkit.extensions.heads.negatives:settle_embed",
+        answers_place="ftkit.extensions.heads.vectors:generate",
+        preference="queries",
+        scores=ScoreLabels(names=(), pooling="last"),
+        target_size=4,
+        observes="own",
         shares_sequences=True,
     ),
 )

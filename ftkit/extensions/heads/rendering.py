@@ -15,7 +15,12 @@ from ftkit.data.rendering import (
 )
 from ftkit.extensions.chats.rendering import ChatRenderer
 from ftkit.extensions.heads.queries import TEXTS
-from ftkit.extensions.heads.text_pairs import encode_wholes, pair_template, text_of
+from ftkit.extensions.heads.text_pairs import (
+    encode_alone,
+    encode_wholes,
+    pair_template,
+    text_of,
+)
 from ftkit.extensions.preference.rendering import LabelRenderer, PreferenceRenderer
 from ftkit.models.chat_templates.template import ChatTemplate, TemplateRefusal
 
@@ -68,6 +73,7 @@ class QueryRenderer(PreferenceRenderer):
             **options: what the reader takes besides.
         """
         super().__init__(of_answers, tokenizer, **options)
+        self._together = together
         others = (
             ("negative",) if negatives == 1 else (f"negative {n + 1}" for n in range(negatives))
         )
@@ -91,7 +97,7 @@ class QueryRenderer(PreferenceRenderer):
 
     def render(self, records: Sequence[Record]) -> Iterator[Rendering]:
         every = [one for record in records for one in record[TEXTS]]
-        wholes = _wholes(self._of_answers, self._tokenizer, every)
+        wholes = _wholes(self._of_answers, self._tokenizer, every, vectors=not self._together)
         for record in records:
             found = [next(wholes) for _ in record[TEXTS]]
             refused = next((one for one in found if isinstance(one, str)), None)
@@ -117,7 +123,11 @@ def _text(of_answers: Renderer, record: Record) -> str:
 
 
 def _wholes(
-    of_answers: ChatRenderer | TextRenderer | Renderer, tokenizer: Any, records: Sequence[Record]
+    of_answers: ChatRenderer | TextRenderer | Renderer,
+    tokenizer: Any,
+    records: Sequence[Record],
+    *,
+    vectors: bool = False,
 ) -> Iterator[list[int] | str]:
     """Yield the tokens of each text or conversation alone, or why it has none."""
     if isinstance(of_answers, ChatRenderer):
@@ -128,7 +138,10 @@ def _wholes(
     assert isinstance(of_answers, TextRenderer), "queries and documents are texts or conversations"
     # Given alone, without the token that ends documents.
     written = [record for record in records if _is_written(record)]
-    encoded = iter(encode_wholes(tokenizer, written))
+    if vectors:
+        encoded = iter(encode_alone(tokenizer, [record["text"] for record in written]))
+    else:
+        encoded = iter(encode_wholes(tokenizer, written))
     for record in records:
         yield next(encoded) if _is_written(record) else NO_TEXT
 

@@ -18,6 +18,14 @@ def text_of(record: Mapping[str, Any]) -> str:
     return f"{text}{BETWEEN}{record['text_pair']}" if "text_pair" in record else text
 
 
+def encode_alone(tokenizer: "Tokenizer", texts: Sequence[str]) -> list[list[int]]:
+    """Tokenize texts whose vectors are learned, as `tokenizer(text)` of transformers does.
+
+    With all tokens that the tokenizer adds, also at the end (as that of Qwen3-Embedding does).
+    """
+    return [found.ids for found in tokenizer.processor.encode_batch([*texts])]
+
+
 def encode_wholes(tokenizer: "Tokenizer", records: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Tokenize texts as they are scored: one alone, or two together.
 

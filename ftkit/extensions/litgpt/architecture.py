@@ -105,9 +105,13 @@ class LitgptArchitecture(Architecture):
             return None
         if self.scores:
             # Imported here: transformers takes as long as all other imports.
-            from ftkit.models.architectures.transformers_outline import score_class_name
+            from ftkit.models.architectures.transformers_outline import (
+                base_class_name,
+                score_class_name,
+            )
 
-            return score_class_name(self.family.model_type)
+            find = score_class_name if self.scores.names else base_class_name
+            return find(self.family.model_type)
         return self.family.class_name
 
     @property
@@ -270,6 +274,10 @@ class LitgptArchitecture(Architecture):
         naming = self.family.naming
         if not self.scores:
             return naming
+        if not self.scores.names:
+            from ftkit.models.architectures.transformers_outline import base_prefix
+
+            return naming.without_prefix(base_prefix(self.family.class_name))
         return dataclasses.replace(naming, modules={**naming.modules, "lm_head": SCORE})
 
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:

@@ -86,8 +86,8 @@ def definitions_in(plugin: Plugin) -> list[Defined]:
             )
         if one.rules.get("scores"):
             raise UserError(
-                f"{plugin.option}: {one.name} sets scores, but only ftkit's own objectives "
-                "reward and classify train models that give scores. Remove scores."
+                f"{plugin.option}: {one.name} sets scores, but only ftkit's own objectives, such "
+                "as reward and classify, train models that give scores or vectors. Remove scores."
             )
         if one.rules.get("needs_teacher") and one.rules.get("needs_reference"):
             raise UserError(

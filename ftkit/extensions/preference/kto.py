@@ -6,11 +6,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftkit.data.samples.sample_set import Samples
+from ftkit.data.samples.sample_set import Sample, Samples
 from ftkit.models.loss import HeadOutput, LogProbabilities
-from ftkit.objectives.objective import LOSS, Amounts, Batch, Objective, Term, sequence_sums
+from ftkit.objectives.objective import (
+    LOSS,
+    OF_STEP,
+    Amounts,
+    Batch,
+    Objective,
+    Term,
+    sequence_sums,
+)
 
 EXAMPLES, DESIRABLE, UNDESIRABLE = "examples", "desirable", "undesirable"
+
+
+def mismatched(prompt: Sample, answer: Sample, most: int) -> Sample:
+    """Join the prompt of a sample and the answer of another.
+
+    Args:
+        prompt: everything before its first token that carries loss is taken.
+        answer: everything from its first token that carries loss on is taken.
+        most: tokens of the result; the rest is cut off.
+    """
+    ends, begins = (int(one.trained[0, 0]) for one in (prompt, answer))
+    ids = np.concatenate([prompt.ids[:ends], answer.ids[begins:]])[:most]
+    trained = np.minimum(answer.trained - begins + ends, len(ids)).astype(np.int32)
+    return Sample(ids, trained[trained[:, 0] < trained[:, 1]])
 
 
 class Kto(Objective):
@@ -30,7 +52,8 @@ class Kto(Objective):
     needs_reference = True
     shares_sequences = True
     of_sequences = True
-    observes_mismatched = True
+    observes = "joined"
+    joined = staticmethod(mismatched)
     terms = (
         Term(name=LOSS, divisor=EXAMPLES),
         Term(name="accuracy", divisor=EXAMPLES, coefficient=None, is_share=True),
@@ -64,15 +87,15 @@ class Kto(Objective):
     def output(self, batch: Batch) -> HeadOutput:
         return LogProbabilities()
 
-    def statistics(self, output: Tensor, batch: Batch) -> Tensor:
-        real = batch["is_real_sequence"]
-        # Sums and no mean: they are added over micro-batches and ranks before they are divided.
-        ratios = (sequence_sums(output, batch) - batch["reference"]) * real
-        return torch.stack([ratios.sum(), real.sum().to(ratios.dtype)])
+    def observed(self, output: Tensor, batch: Batch) -> Tensor:
+        return (sequence_sums(output, batch) - batch["reference"])[:, None]
+
+    def of_step(self, observed: Tensor) -> Tensor:
+        """Return the reference point."""
+        return observed.mean().clamp(min=0)
 
     def sums(self, output: Tensor, batch: Batch) -> Sequence[Tensor]:
-        total, examples = batch["statistics"]
-        point = (total / examples).clamp(min=0)
+        point: Tensor = batch[OF_STEP]
         ratios = sequence_sums(output, batch) - batch["reference"]
         real, desirable = batch["is_real_sequence"], batch["targets"][:, 0] > 0
         # Distance from the reference point, in the direction that the label wants.

@@ -118,7 +118,7 @@ ROWS = (
         target_size=1,
         shares_sequences=True,
         needs_reference=True,
-        observes_mismatched=True,
+        observes="joined",
     ),
     ObjectiveRow(
         name="reward",

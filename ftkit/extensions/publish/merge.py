@@ -335,7 +335,7 @@ class Merged:
         shapes = base.architecture.parameter_shapes(tied=False)
         # An adapted head differs from the embedding after the merge, so that it is stored.
         if model.tied and "lm_head" not in self._layers:
-            del shapes[HEAD]
+            shapes.pop(HEAD, None)
         self.shapes = shapes
         """Shapes of all parameters, by our names. An adapted head is no longer tied."""
 

@@ -339,6 +339,34 @@ tokenizer = AutoTokenizer.from_pretrained(name)
 {_SCORE.lstrip()}""",
 }
 """The same of reward models."""
+_USAGE_OF_VECTORS: dict[CardKind, str] = {
+    "adapter": f"""With PEFT, which finds the base model:
+
+```python
+import torch
+from peft import AutoPeftModelForFeatureExtraction
+from transformers import AutoTokenizer
+
+name = {HERE}
+model = AutoPeftModelForFeatureExtraction.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
+states = model(**tokenizer("Hello!", return_tensors="pt")).last_hidden_state[0]
+vector = torch.nn.functional.normalize(STATE, dim=0)
+print(vector.tolist())
+```
+""",
+    "hf": f"""With sentence-transformers:
+
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer({HERE})
+queries, documents = model.encode(["Hello?"]), model.encode(["Hello!", "Goodbye."])
+print(model.similarity(queries, documents))
+```
+""",
+}
+"""The same of embedding models, with the state that is the vector of a text."""
 _PLACES = ("out_dir", "access_token", "resume")
 """Keys of a recipe that say nothing about a result."""
 
@@ -376,7 +404,11 @@ def card_text(report: Report, base_directory: Path | None, kind: CardKind) -> st
     is_whole = report.resolved is not None and report.resolved.kept_bytes
     special: Mapping[CardKind, str] = {}
     task = "text-generation"
-    if scores is not None:
+    if scores is not None and scores.pooling is not None:
+        state = "states.mean(0)" if scores.pooling == "mean" else "states[-1]"
+        special = {kind: text.replace("STATE", state) for kind, text in _USAGE_OF_VECTORS.items()}
+        task = "feature-extraction"
+    elif scores is not None:
         special, task = _USAGE_OF_SCORES, "text-classification"
         if scores.is_relevance:
             task = "text-ranking"

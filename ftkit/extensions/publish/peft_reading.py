@@ -108,7 +108,7 @@ def _obstacle(base: BaseModel) -> str | None:
     if base.form is not None:
         return "the base model is stored in a few bits"
     if base.architecture.scores:
-        return "a reward model has one score instead of logits"
+        return f"{base.architecture.scores.noun} has no logits"
     numbers = sum(s.numel() for s in base.architecture.parameter_shapes(tied=base.tied).values())
     numbers += sum(shape.numel() for shape in base.architecture.rest_shapes.values())
     needed, free = numbers * torch.float32.itemsize + _IMPORTS_BYTES, available_host_bytes()

@@ -104,6 +104,13 @@ class Naming:
         assert theirs is not None, f"{ours} is not a parameter of this architecture"
         return theirs, None
 
+    def without_prefix(self, prefix: str) -> "Naming":
+        """Copy whose names lack a beginning, as those of a model without an output layer do."""
+        return Naming(
+            {ours: theirs.removeprefix(prefix) for ours, theirs in self.modules.items()},
+            {theirs.removeprefix(prefix): fused for theirs, fused in self.fused.items()},
+        )
+
 
 @dataclass(frozen=True)
 class SameNames(Naming):
@@ -112,11 +119,15 @@ class SameNames(Naming):
     modules: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     head: str = "lm_head"
     """The checkpoint's name of the output layer."""
+    prefix: str = ""
+    """Beginning of our names that the checkpoint's do not have."""
 
     def theirs(self, ours: str) -> str:
         """Return the checkpoint's name of a module or parameter."""
         module, *kind = ours.split(".", 1)
-        return ".".join((self.head, *kind)) if module == "lm_head" else ours
+        if module == "lm_head":
+            return ".".join((self.head, *kind))
+        return ours.removeprefix(self.prefix)
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str | None:
@@ -313,7 +324,8 @@ class Architecture(ABC):
         if self.scores:
             width = shapes[HEAD][1]
             own = {name: shape for name, shape in shapes.items() if not name.startswith("lm_head.")}
-            return own | {HEAD: torch.Size((len(self.scores.names), width))}
+            count = len(self.scores.names)
+            return own | ({HEAD: torch.Size((count, width))} if count else {})
         if tied:
             del shapes[HEAD]
         return shapes
@@ -354,7 +366,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def with_scores(self, scores: ScoreLabels) -> Self:
-        """Copy whose output layer gives scores."""
+        """Copy whose output layer gives scores, or that gives vectors."""
 
     def with_encoder(self, place: str, beside: tuple[str, ...] = ()) -> Self:
         """Copy that is given media, too.

@@ -30,6 +30,7 @@ from ftkit.models.architectures.architecture import (
 )
 from ftkit.models.architectures.transformers_outline import (
     UNTRAINED,
+    base_class_name,
     blocks_of,
     causal_class_name,
     compute_buffers,
@@ -179,7 +180,8 @@ class TransformersArchitecture(Architecture):
     @property
     def class_name(self) -> str:
         if self.scores:
-            return score_class_name(self.name) or ""
+            find = score_class_name if self.scores.names else base_class_name
+            return find(self.name) or ""
         return self._class_name
 
     @property
@@ -561,6 +563,10 @@ class TransformersArchitecture(Architecture):
     def naming_in(self, layout: ModelLayout) -> SameNames | None:
         if layout != "hf":
             return None
+        if self.scores is not None and not self.scores.names:
+            # As transformers saves a model without an output layer.
+            prefix = f"{self.outline.base_model_prefix}."
+            return SameNames(head=head_name(self.outline), prefix=prefix)
         return SameNames(head=SCORE if self.scores else head_name(self.outline))
 
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:

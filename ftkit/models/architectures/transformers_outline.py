@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -15,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
@@ -292,6 +294,17 @@ def score_class_name(model_type: str) -> str | None:
     """Name of the class with a score for each sequence of a model type; None: there is none."""
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     return None if name is None else str(name)
+
+
+def base_class_name(model_type: str) -> str | None:
+    """Name of the class without an output layer of a model type; None: there is none."""
+    name = MODEL_MAPPING_NAMES.get(model_type)
+    return name if isinstance(name, str) else None
+
+
+def base_prefix(class_name: str) -> str:
+    """Beginning of names of a class with an output layer that those of its base class lack."""
+    return f"{getattr(transformers, class_name).base_model_prefix}."
 
 
 def causal_class_name(model_type: str) -> str | None:

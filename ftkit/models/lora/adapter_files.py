@@ -40,6 +40,7 @@ from ftkit.recipe.peft_names import (
     SCORE_TASK,
     SCORES_KEY,
     TOKENS_KEY,
+    VECTOR_TASK,
     WEIGHTS,
 )
 from ftkit.recipe.recipe import RELATIVE_INITS, Lora
@@ -174,7 +175,9 @@ def save_adapter(
     outermost = (n for n in owners if not any(n.startswith(f"{other}.") for other in owners))
     config.modules_to_save = sorted(outermost) or None
     scores = base.architecture.scores
-    config.task_type = "CAUSAL_LM" if scores is None else SCORE_TASK
+    config.task_type = "CAUSAL_LM"
+    if scores is not None:
+        config.task_type = SCORE_TASK if scores.names else VECTOR_TASK
     config.base_model_name_or_path = base.name if base.directory is None else str(base.directory)
     # As PEFT's own save_pretrained writes it; loading it for training resets it.
     config.inference_mode = True

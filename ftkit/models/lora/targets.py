@@ -183,7 +183,8 @@ def whole_layers(model: nn.Module, base: BaseModel, lora: Lora) -> list[nn.Modul
     what is trained beside the language model.
     """
     beside = base.architecture.beside
-    targets = [*(lora.lora_modules_to_save or []), *([SCORE] if base.architecture.scores else [])]
+    scores = base.architecture.scores
+    targets = [*(lora.lora_modules_to_save or []), *([SCORE] if scores and scores.names else [])]
     targets += [*_layers_of_tokens(base), *beside]
     if not targets:
         return []

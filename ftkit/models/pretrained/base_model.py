@@ -30,11 +30,10 @@ from ftkit.models.pretrained.model_files import (
     OUTLINE,
     PROCESSOR_FILES,
     TOKENIZER_FILES,
-    is_classifier,
     is_licence,
     licence_files,
     read_json,
-    scores_in,
+    scores_of_model,
     weight_files,
 )
 from ftkit.models.pretrained.model_names import nearest_names, nearest_types
@@ -233,9 +232,8 @@ def _architecture_of(
 ) -> Architecture:
     """Read an architecture, and from config.json the scores that it gives."""
     architecture = read_architecture(directory, settings, name, layout, implementation)
-    if not is_classifier(settings):
-        return architecture
-    return architecture.with_scores(scores_in(settings, name))
+    scores = scores_of_model(directory, settings, name)
+    return architecture if scores is None else architecture.with_scores(scores)
 
 
 def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
@@ -246,7 +244,7 @@ def is_tied(architecture: Architecture, settings: Mapping[str, Any]) -> bool:
         settings: the content of config.json; empty if there is none.
     """
     if architecture.scores:
-        return False
+        return not architecture.scores.names
     # Settings of whole models have several places for it, which transformers combines.
     if architecture.rest_shapes:
         return architecture.is_usually_tied

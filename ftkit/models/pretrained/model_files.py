@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from ftkit.errors import UserError
 from ftkit.models.pretrained.stored_forms import quantized_weights, stored_form
+from ftkit.models.pretrained.vector_files import MODULES, POOLING, pooling_in
 from ftkit.recipe.hubs import HUBS
 from ftkit.recipe.implementations import HF, layout_in
 from ftkit.recipe.objectives import ProblemType, ScoreLabels
@@ -42,6 +43,7 @@ SETTINGS_FILES = (
     *("config.json", "generation_config.json"),
     *TOKENIZER_FILES,
     *PROCESSOR_FILES,
+    *(MODULES, POOLING),
 )
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Weight files in the order of transformers, which reads the first that exists, also in shards."""
@@ -94,6 +96,24 @@ def is_classifier(settings: Mapping[str, Any]) -> bool:
     named = settings.get("architectures")
     names = named if isinstance(named, list) else []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def scores_of_model(directory: Path, settings: Mapping[str, Any], name: str) -> ScoreLabels | None:
+    """Return the scores that a model gives sequences; None: it predicts tokens.
+
+    Args:
+        directory: of its files.
+        settings: the content of config.json.
+        name: of the model, for errors.
+
+    Raises:
+        UserError: its files say it otherwise than transformers and sentence-transformers do.
+    """
+    if is_classifier(settings):
+        return scores_in(settings, name)
+    if not (directory / MODULES).is_file():
+        return None
+    return ScoreLabels(names=(), pooling=pooling_in(directory, name))
 
 
 def scores_in(settings: Mapping[str, Any], name: str) -> ScoreLabels:

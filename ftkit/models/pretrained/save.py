@@ -83,7 +83,8 @@ def save_hf(
 ) -> None:
     """Write a model that `transformers.AutoModelForCausalLM.from_pretrained(out)` loads.
 
-    A model with scores is written for `AutoModelForSequenceClassification`.
+    A model with scores is written for `AutoModelForSequenceClassification`, one that gives vectors
+    for `AutoModel` and sentence-transformers.
 
     The directory appears complete or not at all. Memory holds one shard at a time.
 
@@ -129,7 +130,7 @@ def save_hf(
             settings = _of_whole(settings, base, writer.dtypes, tied=is_now_tied)
         else:
             settings |= facts_of_weights(settings, base, dtype, tied=is_now_tied)
-            if base.architecture.scores:
+            if base.architecture.scores is not None:
                 from ftkit.models.pretrained.scored_model import score_settings
 
                 settings |= score_settings(base, others or {})
@@ -139,7 +140,13 @@ def save_hf(
         if packing is not None:
             settings |= packing.settings
         write_settings(partial / "config.json", settings)
-        save_beside(base, {**dict(licences(base)), **(others or {})}, partial)
+        scores, beside = base.architecture.scores, dict(licences(base))
+        if scores is not None and scores.pooling is not None:
+            from ftkit.models.pretrained.vector_files import vector_files
+
+            shapes = base.architecture.untied_shapes
+            beside |= vector_files(shapes[HEAD][1], scores.pooling)
+        save_beside(base, {**beside, **(others or {})}, partial)
 
 
 def require_extra_weights(base: BaseModel) -> None:
@@ -215,6 +222,7 @@ def save_beside(base: BaseModel, others: Mapping[str, bytes] | None, directory: 
     """
     for name, content in {**dict(companions(base)), **(others or {})}.items():
         if name not in settings_files():
+            (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)
 
 

@@ -1,7 +1,7 @@
-"""Models that give sequences scores: a language model with a new output layer.
+"""Models that give sequences scores, or vectors: a language model with a new output layer, or none.
 
 Files are those of transformers' AutoModelForSequenceClassification, whose scores are those of the
-last token of a sequence that is not padding.
+last token of a sequence that is not padding; with vectors, those of AutoModel.
 """
 
 import json
@@ -29,8 +29,8 @@ def as_scored(base: BaseModel, scores: ScoreLabels) -> BaseModel:
     if (own := base.architecture.scores) is not None:
         if own == scores:
             return base
-        # One score is learned on, whatever it has meant.
-        if len(own.names) == len(scores.names) == 1:
+        # One score is learned on, whatever it has meant, and so is a vector, wherever it was.
+        if len(own.names) == len(scores.names) <= 1:
             return replace(base, architecture=base.architecture.with_scores(scores))
         raise UserError(
             f"checkpoint_dir {base.name} is {own.noun} whose scores are {_listed(own)}, but "
@@ -38,13 +38,14 @@ def as_scored(base: BaseModel, scores: ScoreLabels) -> BaseModel:
             f"or an objective with its scores: {json.dumps(own.objective)}."
         )
     architecture = base.architecture.with_scores(scores)
-    found = replace(base, architecture=architecture, tied=False, source=base)
+    found = replace(base, architecture=architecture, tied=not scores.names, source=base)
     name = architecture.class_name
     if not name or base.architecture.rest_shapes or not _has_our_names(found, name):
         raise UserError(
             f"checkpoint_dir {base.name}: transformers has no model of this architecture "
             f"({base.architecture.class_name or base.architecture.name}) that gives sequences "
-            f"scores, so {scores.noun} could not be saved. Choose another model."
+            f"{'scores' if scores.names else 'vectors'}, so {scores.noun} could not be saved. "
+            "Choose another model."
         )
     return found
 
@@ -64,14 +65,16 @@ def _has_our_names(base: BaseModel, class_name: str) -> bool:
         return False
     fields = {key: value for key, value in settings.items() if key != "auto_map"}
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    assert base.architecture.scores is not None
-    config.num_labels = len(base.architecture.scores.names)
+    scores = base.architecture.scores
+    assert scores is not None
+    if scores.names:
+        config.num_labels = len(scores.names)
     with on_meta_device():
         model = getattr(transformers, class_name)(config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     ours = base.architecture.parameter_shapes(tied=False)
     # Others have further layers below their scores, or call them classifier.
-    return shapes.get(f"{SCORE}.weight") == ours[HEAD] and shapes.keys() == {
+    return shapes.get(f"{SCORE}.weight") == ours.get(HEAD) and shapes.keys() == {
         naming.stored_in(name)[0] for name in ours
     }
 
@@ -127,10 +130,14 @@ def score_settings(base: BaseModel, others: Mapping[str, bytes]) -> dict[str, An
     text = named if isinstance(named, str) else padding_token(base, ())
     scores = base.architecture.scores
     assert scores is not None
-    return {
+    found = {
         "architectures": [base.architecture.class_name],
+        "pad_token_id": base.tokenizer.token_id(text),
+    }
+    if not scores.names:
+        return found
+    return found | {
         "id2label": {str(number): name for number, name in enumerate(scores.names)},
         "label2id": {name: number for number, name in enumerate(scores.names)},
-        "pad_token_id": base.tokenizer.token_id(text),
         **({"problem_type": scores.problem_type} if scores.problem_type else {}),
     }

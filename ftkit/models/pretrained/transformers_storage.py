@@ -146,7 +146,8 @@ class TransformersStorage(WeightStorage):
         if architecture.scores:
             head = head_name(self._model)
             own = {n: t for n, t in self._known.items() if not n.startswith(f"{head}.")}
-            self._known = own | {f"{SCORE}.weight": self._known[f"{head}.weight"]}
+            of_scores = {f"{SCORE}.weight": self._known[f"{head}.weight"]}
+            self._known = own | (of_scores if architecture.scores.names else {})
         self._reading = _Rules.for_reading(self._model)
         self._writing = _Rules.for_writing(self._model)
 

@@ -12,7 +12,7 @@ from orders import alpaca_like
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import IntArray, RankLayout
 from ftkit.data.samples.loader import inference_loader, train_batches, validation_loader
-from ftkit.data.samples.sample_set import Samples, SampleSet, ScoredSamples
+from ftkit.data.samples.sample_set import Joined, Sample, Samples, SampleSet, ScoredSamples
 from ftkit.data.samples.sampler import ElasticOrder, EpochOrder, Position
 from ftkit.data.samples.shapes import MOST_LENGTHS, FixedShapes, choose_lengths
 from ftkit.recipe.devices import Devices
@@ -106,7 +106,16 @@ KINDS = {
     "pairs": pairs,
     "scored": lambda: ScoredSamples(pairs()),
 }
-MISMATCHED = {"labels"}
+
+
+def joined(one: Sample, before: Sample, most: int) -> Sample:
+    """The beginning of a sample, and of the one before it the tokens that carry loss."""
+    begins = int(one.trained[0, 0])
+    ids = np.concatenate([one.ids[:begins], before.ids[int(before.trained[0, 0]) :]])[:most]
+    return Sample(ids, np.array([[begins, len(ids)]], dtype=np.int32))
+
+
+JOINED = {"labels": joined}
 
 
 def shapes_of(samples: Samples, rows: int, *, pads_labels: bool = True) -> FixedShapes:
@@ -143,14 +152,14 @@ def signature(batch: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def all_batches(
-    samples: Samples, layout: RankLayout, size: int, *, mismatched: bool
+    samples: Samples, layout: RankLayout, size: int, joined: Joined | None
 ) -> Iterator[dict[str, Any]]:
     """Micro-batches of two epochs, whose last step is short, of a validation and of inference."""
     order = order_of(samples, layout, size)
-    yield from train_batches(samples, order, 0, order.total_steps, mismatched=mismatched)
+    yield from train_batches(samples, order, 0, order.total_steps, joined=joined)
     amounts = {"label_tokens": samples.label_counts}
-    yield from validation_loader(samples, amounts, HELD_OUT, layout, mismatched=mismatched)
-    if not mismatched:
+    yield from validation_loader(samples, amounts, HELD_OUT, layout, joined=joined)
+    if joined is None:
         yield from inference_loader(samples, np.arange(3, 20), layout)
 
 
@@ -161,14 +170,14 @@ def test_all_micro_batches_of_a_run_have_one_of_a_few_shapes(
 ) -> None:
     samples = KINDS[kind]()
     layout = RankLayout(micro_batch_size=rows, shapes=shapes_of(samples, rows))
-    batches = list(all_batches(samples, layout, size, mismatched=kind in MISMATCHED))
-    if kind in MISMATCHED:  # they are computed by themselves
-        batches += [one.pop("mismatched") | {"divisors": {}} for one in batches]
+    batches = list(all_batches(samples, layout, size, JOINED.get(kind)))
+    if kind in JOINED:  # they are computed by themselves
+        batches += [one.pop("joined") | {"divisors": {}} for one in batches]
     for one in batches:
         del one["divisors"]
-        if kind not in MISMATCHED:  # nothing reads it; micro-batches of fillers alone have it
+        if kind not in JOINED:  # nothing reads it; micro-batches of fillers alone have it
             one.pop("targets", None)
-    assert len({signature(one) for one in batches}) <= MOST_LENGTHS * (1 + (kind in MISMATCHED))
+    assert len({signature(one) for one in batches}) <= MOST_LENGTHS * (1 + (kind in JOINED))
     assert len({one["input_ids"].shape for one in batches}) <= MOST_LENGTHS
     labels = {(one["input_ids"].shape, len(one["labels"])) for one in batches}
     assert len(labels) == len({one["input_ids"].shape for one in batches})
@@ -231,7 +240,7 @@ def test_without_padded_labels_only_the_labels_of_samples_are_there() -> None:
     samples = one_each()
     shapes = shapes_of(samples, 4, pads_labels=False)
     layout = RankLayout(micro_batch_size=4, shapes=shapes)
-    for batch in all_batches(samples, layout, 8, mismatched=False):
+    for batch in all_batches(samples, layout, 8, None):
         assert len(batch["labels"]) == batch["label_tokens"]
         assert "weights" not in batch
         assert batch["input_ids"].shape[0] == 4

@@ -225,11 +225,11 @@ def samples_of(tokenizer: Tokenizer, texts: list[Any], **options: Any) -> Sample
     return SampleSet.of(rendering.samples, per_sample=renderer.per_sample)
 
 
-def test_each_text_is_a_sequence_without_an_end(tokenizer: Tokenizer) -> None:
+def test_each_text_is_a_sequence_as_other_programs_encode_it(tokenizer: Tokenizer) -> None:
     texts = [{"text": text} for text in ("red", "a red cat", "sky", "the sun")]
     found = samples_of(tokenizer, texts, negatives=2).sequences(0)
     assert [one.ids.tolist() for one in found] == [
-        tokenizer.encode(one["text"]).tolist() for one in texts
+        tokenizer.processor.encode(one["text"]).ids for one in texts
     ]
 
 

@@ -202,7 +202,7 @@ def test_a_query_with_all_of_its_documents_is_planned_in_rows_of_few_tokens(
 def test_rows_of_limited_tokens_hold_whole_samples(tokens: int) -> None:
     for each in (2, 3, 5):
         size = largest_micro_batch(
-            10 * each, 80, padding_free=True, most_tokens=tokens, scored=True, each=each
+            10 * each, 80, padding_free=True, most_tokens=tokens, scores=ScoreLabels(), each=each
         )
         assert size.sequences % each == 0
         assert size.tokens == min(10 * each * 80, max(tokens, each * 80))

@@ -11,6 +11,34 @@ from ftkit.training.callbacks import read_state
 OTHERS = ("ddp", "fsdp", *(["deepspeed"] if HAS_DEEPSPEED else []))
 LIMIT = "limit, decay = 5.7, 0.5"
 """The loss falls from 6.0 to below 5.6 in 6 steps."""
+OBSERVER = """
+import ftkit
+from ftkit.objectives.objective import sequence_sums
+
+
+class Alike(ftkit.Objective):
+    terms = (ftkit.Term(name="loss", divisor="labels"),)
+    observes = "own"
+    of_sequences = True
+
+    def amounts(self, samples):
+        return {"labels": samples.label_counts}
+
+    def output(self, batch):
+        return ftkit.LogProbabilities()
+
+    def observed(self, output, batch):
+        return sequence_sums(output, batch)[:, None]
+
+    def of_step(self, observed):
+        return observed.mean()
+
+    def sums(self, output, batch):
+        found = sequence_sums(output, batch)
+        distances = (found - batch["of_step"]) ** 2
+        return (((0.1 * distances - found) * batch["is_real_sequence"]).sum(),)
+"""
+"""An objective whose loss of a sequence depends on all others of the step."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +67,13 @@ def case(strategy: str, plugin: Path, **others: object) -> Case:
     return Case(strategy, "full", changes=changes, plugin=plugin, **others)
 
 
+def observer(strategy: str, plugin: Path, size: int = 4) -> Case:
+    file = plugin.with_name("alike.py")
+    file.write_text(OBSERVER)
+    changes = (("objective", "Alike"), ("train.micro_batch_size", size), ("train.epochs", 1))
+    return Case(strategy, "full", changes=(*NO_EVALUATION, *changes), plugin=file)
+
+
 @pytest.fixture(scope="module")
 def single(run: Run, plugin: Path) -> Outcome:
     (found,) = run(1, [case("single", plugin)]).values()
@@ -55,6 +90,7 @@ def several(run: Run, plugin: Path) -> dict[str, Outcome]:
         "        if run.rank == 1 and record.step == 2:\n            run.stop('rank 1 wants to')\n"
     )
     cases["rank 1"] = Case("ddp", "full", changes=NO_EVALUATION, plugin=asks)
+    cases["alike"] = observer("fsdp", plugin)
     found = run(2, list(cases.values()))
     return {name: found[one] for name, one in cases.items()}
 
@@ -74,6 +110,16 @@ def test_an_objective_of_a_plugin_learns_the_same_under_every_strategy(
     found = several[strategy]
     assert found.losses == pytest.approx(single.losses, rel=1e-5)
     assert found.report.exit_reason == single.report.exit_reason
+
+
+@pytest.mark.slow
+def test_an_objective_of_a_plugin_observes_whole_steps(
+    run: Run, plugin: Path, several: dict[str, Outcome]
+) -> None:
+    (whole,) = run(1, [observer("single", plugin, size=11)]).values()
+    found = several["alike"]
+    assert len(found.losses) == len(whole.losses) > 3
+    assert found.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from torch import Tensor
 from ftkit.data.rendering import Rendered
 from ftkit.data.samples.layout import RankLayout
 from ftkit.data.samples.loader import train_batches, validation_loader
-from ftkit.data.samples.sample_set import Sample, SampleSet, mismatched
+from ftkit.data.samples.sample_set import Sample, SampleSet
 from ftkit.data.samples.sampler import ElasticOrder, EpochOrder, Position
-from ftkit.extensions.preference.kto import Kto
+from ftkit.extensions.preference.kto import Kto, mismatched
+from ftkit.objectives.objective import OF_STEP
 
 RATIOS = (1.5, -0.5, 0.25, 2.0)
 """Log-probability of each answer, relative to the reference."""
@@ -31,7 +32,7 @@ def example_batch(examples: range, point: float, *, filler: bool = False) -> tup
         "is_real_sequence": torch.tensor(real),
         "targets": torch.tensor([[float(LABELS[i])] for i in examples] + [[0.0]] * filler),
         "reference": torch.tensor([-3.0] * len(examples) + [0.0] * filler, dtype=torch.float64),
-        "statistics": torch.tensor([point * 4, 4.0], dtype=torch.float64),
+        OF_STEP: torch.tensor(point, dtype=torch.float64).clamp(min=0),
     }
 
 
@@ -75,9 +76,11 @@ def test_sums_and_gradients_do_not_depend_on_micro_batches() -> None:
 def test_the_reference_point_is_the_mean_over_mismatched_sequences() -> None:
     objective = Kto()
     batches = [example_batch(range(1), 0, filler=True), example_batch(range(1, 4), 0)]
-    found = sum(objective.statistics(values, batch) for values, batch in batches)
-    assert isinstance(found, Tensor)
-    assert found.tolist() == pytest.approx([sum(RATIOS), 4])
+    found = torch.cat([objective.observed(values, batch) for values, batch in batches])
+    is_real = torch.cat([batch["is_real_sequence"] for _, batch in batches])
+    assert found[is_real, 0].tolist() == pytest.approx(RATIOS)
+    assert objective.of_step(found[is_real]).item() == pytest.approx(sum(RATIOS) / 4)
+    assert objective.of_step(-found[is_real]).item() == 0
 
 
 def test_a_mismatched_sequence_has_the_prompt_of_one_and_the_answer_of_another() -> None:
@@ -104,7 +107,7 @@ def samples_with_labels(count: int) -> SampleSet:
 def shifted(batch: dict[str, Any]) -> list[tuple[int, int]]:
     """Samples whose prompt, and whose answer, a micro-batch of rows has beside each other."""
     found: list[Any] = []
-    batch = batch["mismatched"]
+    batch = batch["joined"]
     for ids in batch["input_ids"].flatten().split(list(batch["lengths"])):
         if batch["is_real_sequence"][len(found)]:
             found.append(int(ids[0]))
@@ -137,7 +140,7 @@ def test_answers_are_shifted_by_one_in_the_order_of_the_step(
             start=Position(),
         )
         step = 0
-        for batch in train_batches(samples, order, 0, order.total_steps, mismatched=True):
+        for batch in train_batches(samples, order, 0, order.total_steps, joined=mismatched):
             if step == len(found):
                 found.append(Counter())
                 of_step = order.samples(step).tolist()
@@ -145,7 +148,7 @@ def test_answers_are_shifted_by_one_in_the_order_of_the_step(
             if padding_free:
                 found[step].update(shifted(batch))
             else:
-                real = batch["mismatched"]["is_real_sequence"].sum()
+                real = batch["joined"]["is_real_sequence"].sum()
                 found[step].update([(-1, -1)] * int(real))
             step += batch["is_last_of_step"]
     if padding_free:
@@ -158,7 +161,7 @@ def test_answers_of_validation_are_shifted_by_one_in_its_order() -> None:
     samples, found = samples_with_labels(7), []
     layout = RankLayout(micro_batch_size=2, padding_free=True)
     amounts = Kto().amounts(samples)
-    for batch in validation_loader(samples, amounts, 6, layout, mismatched=True):
+    for batch in validation_loader(samples, amounts, 6, layout, joined=mismatched):
         found += shifted(batch)
     assert sorted(found) == [(i, (i - 1) % 6) for i in range(6)]
 

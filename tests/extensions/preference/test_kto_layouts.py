@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from ftkit.cli.app import run
 from ftkit.data.dataset import load_data
-from ftkit.data.samples.sample_set import Sample, mismatched
+from ftkit.data.samples.sample_set import Sample
+from ftkit.extensions.preference.kto import mismatched
 from ftkit.models.pretrained.tokenizer import Tokenizer
 from ftkit.recipe.recipe import Component, Method
 
