@@ -187,6 +187,17 @@ def test_the_name_of_its_score_says_that_a_model_is_a_reranker() -> None:
         assert scores.objective["class_path"] == objective
 
 
+def test_a_query_with_all_of_its_documents_is_planned_in_rows_of_few_tokens(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "data.json", make_queries(12, 2))
+    words = ["--objective", "rerank", "--data", "JSON", "--data.path", path]
+    words += ["--data.val_split_fraction", "0.25"]
+    words += ["--train.micro_batch_tokens", "50", "--train.global_batch_size", "4"]
+    assert run(["plan", str(base), *words]) == 0
+    assert says(capsys.readouterr().out, "4 samples of 3 sequences each")
+
+
 @pytest.mark.parametrize("tokens", [200, 301, 500, 777])
 def test_rows_of_limited_tokens_hold_whole_samples(tokens: int) -> None:
     for each in (2, 3, 5):
