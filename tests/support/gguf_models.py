@@ -91,6 +91,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    # Twice as many value heads as key heads, so that they are reordered.
+    "qwen3_5": (
+        "qwen3_5_text",
+        "qwen35",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        "gpt-4o",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 5,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": LLAMA3,
+        },
+    ),
     "gpt_oss": (
         "gpt_oss",
         "gpt-4o",

@@ -1,8 +1,8 @@
 """llama.cpp's own converters and llama.cpp itself, where they are, and what their files hold.
 
 The converters are in vendor/llama.cpp of the source package of llama-cpp-python, which pip
-downloads (--no-deps --no-binary :all:); FTKIT_LLAMA_CPP names that directory. FTKIT_LLAMA_CPP_PYTHON
-names the interpreter of an environment where that package is installed.
+downloads (--no-deps --no-binary :all:); FTKIT_LLAMA_CPP names that directory.
+FTKIT_LLAMA_CPP_PYTHON names the interpreter of an environment where that package is installed.
 """
 
 import json
@@ -59,9 +59,9 @@ _ANSWER = """
 import json, sys
 import numpy
 from llama_cpp import Llama
-file, out, prompt, most = sys.argv[1:]
+file, out, prompt, most, adapter = sys.argv[1:]
 exact = {"type_k": 0, "type_v": 0, "logits_all": True}  # 0: a cache in float32
-model = Llama(file, n_ctx=256, verbose=False, n_gpu_layers=0, **exact)
+model = Llama(file, n_ctx=256, verbose=False, lora_path=adapter or None, **exact)
 prompt = json.loads(prompt)
 model.eval(prompt)
 numpy.save(out, model.scores[: len(prompt)])
@@ -73,7 +73,9 @@ print(json.dumps(answer))
 """
 
 
-def answered(file: Path, prompt: list[int], most: int, beside: Path) -> tuple[Any, list[int]]:
+def answered(
+    file: Path, prompt: list[int], most: int, beside: Path, adapter: Path | None = None
+) -> tuple[Any, list[int]]:
     """Have llama.cpp compute a file.
 
     Args:
@@ -81,11 +83,12 @@ def answered(file: Path, prompt: list[int], most: int, beside: Path) -> tuple[An
         prompt: its tokens.
         most: tokens of the greedy answer.
         beside: an empty place for a file.
+        adapter: to add to the model, in GGUF.
 
     Returns:
         [tokens, vocabulary] float32 logits of the prompt, and the tokens of the answer.
     """
-    words = (str(file), str(beside), json.dumps(prompt), str(most))
+    words = (str(file), str(beside), json.dumps(prompt), str(most), str(adapter or ""))
     command = [os.environ[PYTHON], "-P", "-c", _ANSWER, *words]
     # Its llama_cpp is the package, and not this module.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

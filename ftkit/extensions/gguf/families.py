@@ -10,11 +10,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Rule = Literal["", "pairs", "plus one", "first half", "second half", "even", "odd", "transposed"]
+Rule = Literal[
+    "",
+    "pairs",
+    "plus one",
+    "first half",
+    "second half",
+    "first columns",
+    "second columns",
+    "even",
+    "odd",
+    "transposed",
+    "tiled",
+    "tiled columns",
+    "decay",
+]
 """How llama.cpp's numbers follow from Hugging Face's.
 
 pairs: the two numbers of a rotated pair are neighbours, not in the two halves of a head. plus one:
-norms multiply by one more. halves: of the rows. even, odd: columns, which become rows.
+norms multiply by one more. halves: of the rows. first, second, even, odd: columns, which become
+rows. tiled: of the value heads of a linear attention the first ones of all key heads come first,
+not all of one key head; they are the last rows, or the columns. decay: tiled, and minus the
+exponential.
 """
 
 
@@ -30,6 +47,8 @@ class Row(NamedTuple):
     rule: Rule = ""
     needs: str = ""
     """The setting that has to be on for a model to have the tensor; "": every model has it."""
+    layers: str = ""
+    """Kind of the layers that have the tensor, as `_kinds` says; "": all have it."""
 
 
 class NamedTensor(NamedTuple):
@@ -108,10 +127,56 @@ _GPT_OSS = (
     Row("ffn_down_exps.weight", "mlp.experts.down_proj", "experts width inner", "transposed"),
     Row("ffn_down_exps.bias", "mlp.experts.down_proj_bias", "experts width"),
 )
+# Gated delta nets; llama.cpp names them as it names Mamba's.
+_LINEAR_ATTENTION = (
+    Row("attn_qkv.weight", "linear_attn.in_proj_qkv.weight", "mixed width", "tiled"),
+    Row("attn_gate.weight", "linear_attn.in_proj_z.weight", "values width", "tiled"),
+    Row("ssm_conv1d.weight", "linear_attn.conv1d.weight", "mixed kernel", "tiled"),
+    Row("ssm_dt.bias", "linear_attn.dt_bias", "states", "tiled"),
+    Row("ssm_a", "linear_attn.A_log", "states", "decay"),
+    Row("ssm_beta.weight", "linear_attn.in_proj_b.weight", "states width", "tiled"),
+    Row("ssm_alpha.weight", "linear_attn.in_proj_a.weight", "states width", "tiled"),
+    Row("ssm_norm.weight", "linear_attn.norm.weight", "state"),
+    Row("ssm_out.weight", "linear_attn.out_proj.weight", "width values", "tiled columns"),
+)
+_LLAMA4_EXPERTS = (
+    Row("ffn_gate_inp.weight", "feed_forward.router.weight", "experts width"),
+    Row(
+        "ffn_gate_exps.weight",
+        "feed_forward.experts.gate_up_proj",
+        "experts expert width",
+        "first columns",
+    ),
+    Row(
+        "ffn_up_exps.weight",
+        "feed_forward.experts.gate_up_proj",
+        "experts expert width",
+        "second columns",
+    ),
+    Row(
+        "ffn_down_exps.weight",
+        "feed_forward.experts.down_proj",
+        "experts width expert",
+        "transposed",
+    ),
+    Row("ffn_gate_shexp.weight", "feed_forward.shared_expert.gate_proj.weight", "expert width"),
+    Row("ffn_up_shexp.weight", "feed_forward.shared_expert.up_proj.weight", "expert width"),
+    Row("ffn_down_shexp.weight", "feed_forward.shared_expert.down_proj.weight", "width expert"),
+)
+_LLAMA4_FEED_FORWARD = (
+    Row("ffn_gate.weight", "feed_forward.gate_proj.weight", "inner width"),
+    Row("ffn_up.weight", "feed_forward.up_proj.weight", "inner width"),
+    Row("ffn_down.weight", "feed_forward.down_proj.weight", "width inner"),
+)
 
 
-def _with(rows: tuple[Row, ...], rule: Rule = "", needs: str = "") -> tuple[Row, ...]:
-    return tuple(row._replace(rule=rule or row.rule, needs=needs or row.needs) for row in rows)
+def _with(
+    rows: tuple[Row, ...], rule: Rule = "", needs: str = "", layers: str = ""
+) -> tuple[Row, ...]:
+    return tuple(
+        row._replace(rule=rule or row.rule, needs=needs or row.needs, layers=layers or row.layers)
+        for row in rows
+    )
 
 
 _ROTATED = (*_with(_ATTENTION[:2], "pairs"), *_ATTENTION[2:])
@@ -146,6 +211,8 @@ class Family:
     """Further keys of the metadata that are whole numbers, with the settings that they hold."""
     factors: Mapping[str, str] = field(default_factory=dict)
     """The same for keys that are floats."""
+    alike: Mapping[str, str] = field(default_factory=dict)
+    """Settings that llama.cpp takes for the same as others."""
     sliding: int = 0
     """llama.cpp takes each such layer for one that sees all tokens, and the others for ones with a
     window; 0: it knows no windows of single layers."""
@@ -192,6 +259,57 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_only_layers": [],
         },
         counts=_EXPERT_COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"},
+    ),
+    "qwen3_5_text": Family(
+        "qwen35",
+        (
+            *_with(_NORMS[:1], "plus one"),
+            *_with(_NORMS_AFTER[:1], "plus one"),
+            *_with(
+                (
+                    _ATTENTION[0]._replace(shape="gated width"),
+                    *_ATTENTION[1:],
+                    *_with(_HEAD_NORMS, "plus one"),
+                ),
+                layers="full_attention",
+            ),
+            *_with(_LINEAR_ATTENTION, layers="linear_attention"),
+            *_FEED_FORWARD,
+        ),
+        _GEMMA_AROUND,
+        expected=_SILU | {"attention_bias": False},
+        counts={
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
+        alike={"linear_value_head_dim": "linear_key_head_dim"},
+        rotates_part=True,
+    ),
+    "llama4_text": Family(
+        "llama4",
+        (
+            *_NORMS,
+            *_ATTENTION,
+            *_with(_LLAMA4_EXPERTS, layers="experts"),
+            *_with(_LLAMA4_FEED_FORWARD, layers="dense"),
+        ),
+        expected=_SILU
+        | {
+            "attention_bias": False,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        stretched=("linear", "llama3"),
+        counts=_EXPERT_COUNTS
+        | {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        says_rotated=True,
     ),
     "gemma": Family(
         "gemma",
@@ -298,10 +416,22 @@ FAMILIES: Mapping[str, Family] = {
 WRITTEN = tuple(name for name, family in FAMILIES.items() if family.written)
 
 
+def _kinds(settings: Mapping[str, Any], layer: int) -> set[str]:
+    """What a layer is, in words of `Row.layers`."""
+    kinds = {"experts" if layer in settings.get("moe_layers", ()) else "dense"}
+    return kinds | set(
+        settings["layer_types"][layer : layer + 1] if "layer_types" in settings else ()
+    )
+
+
 def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     head, heads = settings["head_dim"], settings["num_attention_heads"]
     queries, keys = heads * head, settings["num_key_value_heads"] * head
     inner = settings["intermediate_size"]
+    # Of a linear attention: a state has as many rows and columns as a head has numbers.
+    state, states = (
+        settings.get(f"linear_{key}", 0) for key in ("key_head_dim", "num_value_heads")
+    )
     return {
         "width": settings["hidden_size"],
         "inner": inner,
@@ -309,11 +439,17 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
         "head": head,
         "heads": heads,
         "queries": queries,
+        "gated": 2 * queries,
         "keys": keys,
         "fused": queries + 2 * keys,
         "vocabulary": settings["vocab_size"],
         "experts": settings.get("num_local_experts") or 0,
         "expert": settings.get("moe_intermediate_size") or 0,
+        "state": state,
+        "states": states,
+        "values": states * state,
+        "mixed": (2 * settings.get("linear_num_key_heads", 0) + states) * state,
+        "kernel": settings.get("linear_conv_kernel_dim", 0),
     }
 
 
@@ -331,6 +467,7 @@ def named_tensors(settings: Mapping[str, Any]) -> dict[str, NamedTensor]:
         for layer in range(settings["num_hidden_layers"])
         for row in family.block
         if not row.needs or settings.get(row.needs)
+        if not row.layers or row.layers in _kinds(settings, layer)
     ]
     is_tied = settings["tie_word_embeddings"]
     rows += [

@@ -30,6 +30,10 @@ GgufMetadata = dict[str, Any]
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 """Layers by which llama.cpp recognises models of 27 billion parameters, whose attention is scaled
 by the width of the model."""
+_LLAMA4_ROTATES, _EXPERTS_OF_MAVERICK = 4, 128
+"""Llama 4: every such layer sees all tokens and rotates nothing."""
+_SECTIONS = (11, 11, 10)
+"""Qwen 3.5: pairs of a head that rotate by time, height and width, where it does not say them."""
 _DEFAULT_THETA = 10000.0
 _WORDS = {"hidden_act": "the activation", "hidden_activation": "the activation"}
 """What messages call a setting."""
@@ -70,6 +74,10 @@ def complete_settings(
     )
     found["num_key_value_heads"] = found.get("num_key_value_heads") or found["num_attention_heads"]
     found["num_local_experts"] = found.get("num_local_experts") or found.get("num_experts")
+    if family == "llama4_text":
+        # Named as in other families; theirs are those of experts and of dense layers.
+        sizes = found["intermediate_size"], found["intermediate_size_mlp"]
+        found["moe_intermediate_size"], found["intermediate_size"] = sizes
     # The first one is enough: one stops the export.
     for reason in _obstacles(found):
         raise UserError(f"{name} {reason}, which llama.cpp does not compute. Try another --format.")
@@ -95,6 +103,13 @@ def _obstacles(settings: Mapping[str, Any]) -> list[str]:
         found.append("has a sliding window (use_sliding_window)")
     if not family.rotates_part and rope.get("partial_rotary_factor", 1.0) != 1.0:
         found.append("rotates a part of each key (partial_rotary_factor)")
+    found += [
+        f"has {key} {settings[key]}, not {other} {settings[other]}"
+        for key, other in family.alike.items()
+        if settings[key] != settings[other]
+    ]
+    if settings["model_type"] == "llama4_text":
+        found += _obstacles_of_llama4(settings)
     if "query_pre_attn_scalar" in settings:
         found += _obstacles_of_gemma(settings)
     if family.heads_fill_width and _width_of_heads(settings) != settings["head_dim"]:
@@ -113,6 +128,24 @@ def _obstacles_of_gemma(settings: Mapping[str, Any]) -> list[str]:
     if family == "gemma2" and not all(caps):
         found.append("has no soft caps")
     return found
+
+
+def _obstacles_of_llama4(settings: Mapping[str, Any]) -> list[str]:
+    layers, step = range(settings["num_hidden_layers"]), settings["interleave_moe_layer_step"]
+    # llama.cpp knows Maverick, which does not normalise keys, by its experts.
+    normalises = settings["num_local_experts"] != _EXPERTS_OF_MAVERICK
+    rotated = [int((layer + 1) % _LLAMA4_ROTATES != 0) for layer in layers]
+    expected = {
+        "use_qk_norm": normalises,
+        "no_rope_layers": rotated,
+        "layer_types": ["chunked_attention" if kind else "full_attention" for kind in rotated],
+        "moe_layers": [layer for layer in layers if (layer + 1) % step == 0],
+    }
+    return [
+        f"has {key} {settings[key]}, not {value}"
+        for key, value in expected.items()
+        if settings[key] != value
+    ]
 
 
 def _width_of_heads(settings: Mapping[str, Any]) -> int:
@@ -168,6 +201,8 @@ def model_metadata(settings: Mapping[str, Any]) -> GgufMetadata:
             of_layers["attention.sliding_window_pattern"] = windows
     if name == "phi3":
         of_layers |= _of_phi3(settings)
+    if "linear_num_value_heads" in settings:
+        of_layers |= _of_linear_attention(settings)
     return {f"{family.architecture}.{key}": value for key, value in of_layers.items()}
 
 
@@ -193,6 +228,16 @@ def _stretching(rope: Mapping[str, Any]) -> GgufMetadata:
             if rope.get(theirs) is not None
         }
     return found
+
+
+def _of_linear_attention(settings: Mapping[str, Any]) -> GgufMetadata:
+    kinds, rope = settings["layer_types"], settings["rope_parameters"]
+    sections = list(rope.get("mrope_section") or _SECTIONS)
+    return {
+        "ssm.inner_size": settings["linear_num_value_heads"] * settings["linear_value_head_dim"],
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
+        "rope.dimension_sections": [*sections, *[0] * (4 - len(sections))],
+    }
 
 
 def _of_phi3(settings: Mapping[str, Any]) -> GgufMetadata:
