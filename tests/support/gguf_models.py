@@ -51,6 +51,11 @@ SCALES = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+_GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 8,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama-bpe", {"rope_parameters": LLAMA3} | BIASES),
     "smollm2": ("llama", "smollm", {"tie_word_embeddings": True}),
@@ -78,6 +83,38 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "sliding_window": 8,
             "num_hidden_layers": 7,
             "rope_parameters": TWO_THETAS,
+        },
+    ),
+    # As the small models: inputs of each layer, and keys and values of earlier layers.
+    "gemma4": (
+        "gemma4_text",
+        "pieces",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": LLAMA["vocab_size"],
+        },
+    ),
+    # As the large ones: keys that are values, too.
+    "gemma4_experts": (
+        "gemma4_text",
+        "pieces",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
         },
     ),
     "qwen3_moe": (
@@ -157,6 +194,9 @@ def make_gguf_model(directory: Path, name: str) -> Path:
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
+            for name, buffer in made.named_buffers():
+                if name in made.state_dict():  # such as a factor of each layer
+                    buffer.mul_(0.7)
             for parameter in made.parameters():
                 noise = torch.randn_like(parameter) * 0.1
                 parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
