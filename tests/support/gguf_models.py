@@ -55,6 +55,7 @@ _GEMMA4 = {
     "head_dim": 32,
     "global_head_dim": 64,
     "sliding_window": 8,
+    "vocab_size_per_layer_input": LLAMA["vocab_size"],
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama-bpe", {"rope_parameters": LLAMA3} | BIASES),
@@ -96,7 +97,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": LLAMA["vocab_size"],
         },
     ),
     # As the large ones: keys that are values, too.

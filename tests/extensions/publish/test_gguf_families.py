@@ -14,6 +14,7 @@ from conversions import assert_equal, export
 from gguf_models import MODELS, make_gguf_model
 from llama_cpp import answered, metadata_of, runs_llama_cpp
 from messages import message_of
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -114,7 +115,7 @@ def of_transformers(made: Any, most: int) -> tuple[torch.Tensor, list[int]]:
     """Logits of a prompt, and the tokens of the greedy answer."""
     with torch.no_grad():
         prompt = TOKENS[:1]
-        logits: torch.Tensor = made(prompt).logits[0]
+        logits: torch.Tensor = made(input_ids=prompt).logits[0]
         ids = prompt[0].tolist()
         for _ in range(most):
             ids.append(int(made(torch.tensor([ids])).logits[0, -1].argmax()))
@@ -139,6 +140,38 @@ def test_llama_cpp_computes_a_file_as_transformers_computes_the_model(
     print(f"{name}: logits at most {(torch.from_numpy(found) - logits).abs().max():.2g} apart")
     torch.testing.assert_close(torch.from_numpy(found), logits, rtol=0, atol=1e-4)
     assert of_llama_cpp == answer
+
+
+@runs_llama_cpp
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_llama_cpp_adds_an_adapter_as_peft_adds_it(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    made = AutoModelForCausalLM.from_pretrained(
+        models[name], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    without = made(TOKENS[:1]).logits[0].detach()
+    adapted = get_peft_model(made, LoraConfig(r=4, lora_alpha=12, target_modules="all-linear"))
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    logits, _ = of_transformers(adapted, 0)
+    assert (logits - without).abs().max() > 0.1
+    words = ("--quantization", "f32", "--checkpoint_dir", models[name])
+    export(models[name], "gguf", tmp_path / "base", *words[:2])
+    export(tmp_path / "adapter", "gguf", tmp_path / "out", *words)
+    found, _ = answered(
+        tmp_path / "base" / "model-f32.gguf",
+        TOKENS[0].tolist(),
+        0,
+        tmp_path / "logits.npy",
+        tmp_path / "out" / "adapter-f32.gguf",
+    )
+    print(f"{name}, adapted: logits {(torch.from_numpy(found) - logits).abs().max():.2g} apart")
+    torch.testing.assert_close(torch.from_numpy(found), logits, rtol=0, atol=1e-4)
 
 
 # llama.cpp rounds what goes into a matrix, too: to float16 or bfloat16, or to blocks of 8 bits.
@@ -293,6 +326,12 @@ def test_settings_that_llama_cpp_does_not_read_are_refused_where_they_differ(
     ("name", "changes", "expected"),
     [
         ("qwen3_5", {"linear_value_head_dim": 8}, "linear_value_head_dim 8, not linear_key_head"),
+        (
+            "qwen3_5",
+            {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+            "has mrope_section \\[1, 1, 2\\] for 4 rotated pairs of heads of 32",
+        ),
+        ("qwen3_5", {"head_dim": 16}, "has mrope_section \\[11, 11, 10\\] for 2 rotated pairs"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "attends to later tokens"),
         ("gemma4", {"num_kv_shared_layers": 3}, "shares keys of layers that end with"),
         ("gemma4", {"vocab_size_per_layer_input": 200}, "has inputs of layers for 200 tokens"),

@@ -108,6 +108,8 @@ def _obstacles(settings: Mapping[str, Any]) -> list[str]:
         for key, other in family.alike.items()
         if settings[key] != settings[other]
     ]
+    if "linear_num_value_heads" in settings:
+        found += _obstacles_of_sections(settings)
     if settings["model_type"] == "gemma4_text":
         found += _obstacles_of_gemma4(settings)
     if settings["model_type"] == "llama4_text":
@@ -130,6 +132,17 @@ def _obstacles_of_gemma(settings: Mapping[str, Any]) -> list[str]:
     if family == "gemma2" and not all(caps):
         found.append("has no soft caps")
     return found
+
+
+def _obstacles_of_sections(settings: Mapping[str, Any]) -> list[str]:
+    """Sections of Qwen 3.5 that leave pairs out, which llama.cpp does not rotate."""
+    sections, head = _sections(settings), settings["head_dim"]
+    pairs = int(head * settings["rope_parameters"]["partial_rotary_factor"]) // 2
+    places = [pair % sum(sections) for pair in range(pairs)]
+    # Time, height and width take turns.
+    if sum(sections) <= head and all(place < 3 * sections[place % 3] for place in places):
+        return []
+    return [f"has mrope_section {sections} for {pairs} rotated pairs of heads of {head}"]
 
 
 def _obstacles_of_gemma4(settings: Mapping[str, Any]) -> list[str]:
@@ -290,13 +303,18 @@ def _head_sizes(settings: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _of_linear_attention(settings: Mapping[str, Any]) -> GgufMetadata:
-    kinds, rope = settings["layer_types"], settings["rope_parameters"]
-    sections = list(rope.get("mrope_section") or _SECTIONS)
+    kinds, sections = settings["layer_types"], _sections(settings)
     return {
         "ssm.inner_size": settings["linear_num_value_heads"] * settings["linear_value_head_dim"],
         "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
+        # For versions of llama.cpp without that list.
+        "full_attention_interval": [*kinds, "full_attention"].index("full_attention") + 1,
         "rope.dimension_sections": [*sections, *[0] * (4 - len(sections))],
     }
+
+
+def _sections(settings: Mapping[str, Any]) -> list[int]:
+    return list(settings["rope_parameters"].get("mrope_section") or _SECTIONS)
 
 
 def _of_phi3(settings: Mapping[str, Any]) -> GgufMetadata:
