@@ -51,6 +51,12 @@ SCALES = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+_GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 8,
+    "vocab_size_per_layer_input": LLAMA["vocab_size"],
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama-bpe", {"rope_parameters": LLAMA3} | BIASES),
     "smollm2": ("llama", "smollm", {"tie_word_embeddings": True}),
@@ -80,6 +86,37 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": TWO_THETAS,
         },
     ),
+    # As the small models: inputs of each layer, and keys and values of earlier layers.
+    "gemma4": (
+        "gemma4_text",
+        "pieces",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+        },
+    ),
+    # As the large ones: keys that are values, too.
+    "gemma4_experts": (
+        "gemma4_text",
+        "pieces",
+        _GEMMA4
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         "qwen2",
@@ -89,6 +126,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
             "norm_topk_prob": True,
+        },
+    ),
+    # Twice as many value heads as key heads, so that they are reordered.
+    "qwen3_5": (
+        "qwen3_5_text",
+        "qwen35",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        "gpt-4o",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 5,
+            "intermediate_size": 48,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "rope_parameters": LLAMA3,
         },
     ),
     "gpt_oss": (
@@ -131,6 +194,9 @@ def make_gguf_model(directory: Path, name: str) -> Path:
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
+            for name, buffer in made.named_buffers():
+                if name in made.state_dict():  # such as a factor of each layer
+                    buffer.mul_(0.7)
             for parameter in made.parameters():
                 noise = torch.randn_like(parameter) * 0.1
                 parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)

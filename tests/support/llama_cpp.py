@@ -1,8 +1,8 @@
 """llama.cpp's own converters and llama.cpp itself, where they are, and what their files hold.
 
 The converters are in vendor/llama.cpp of the source package of llama-cpp-python, which pip
-downloads (--no-deps --no-binary :all:); FTKIT_LLAMA_CPP names that directory. FTKIT_LLAMA_CPP_PYTHON
-names the interpreter of an environment where that package is installed.
+downloads (--no-deps --no-binary :all:); FTKIT_LLAMA_CPP names that directory.
+FTKIT_LLAMA_CPP_PYTHON names the interpreter of an environment where that package is installed.
 """
 
 import json
@@ -27,6 +27,7 @@ runs_llama_cpp = pytest.mark.skipif(
 
 EXPLAINED = {
     "general.name",  # theirs is made of the directory's
+    "gemma4.final_logit_softcapping",  # theirs is not said if none, which llama.cpp takes for 30
     "general.size_label",  # theirs counts the rotary factors too
     "tokenizer.ggml.eot_token_id",  # ours has the token that ended turns in training
     "tokenizer.ggml.unknown_token_id",  # theirs is in files of SentencePiece alone if named
@@ -50,18 +51,24 @@ if rule:
     from conversion.phi import Phi3MiniModel
     for family in (Glm4Model, Phi3MiniModel):
         family.set_vocab = TextModel._set_vocab_gpt2
+from conversion.base import TextModel
+from conversion.gemma import Gemma4Model
+Gemma4Model.set_vocab = TextModel._set_vocab_sentencepiece
 runpy.run_path(program, run_name="__main__")
 """
-"""Their program; rule: for the vocabulary of a test, which has no hash that they know, and not the
-tokens and classes by which they know those of GLM-4 and Phi-4."""
+"""Their program, with SentencePiece for Gemma 4, whose tokenizer.json no test has.
+
+rule: for the vocabulary of a test, which has no hash that they know, and not the tokens and classes
+by which they know those of GLM-4 and Phi-4.
+"""
 
 _ANSWER = """
 import json, sys
 import numpy
 from llama_cpp import Llama
-file, out, prompt, most = sys.argv[1:]
+file, out, prompt, most, adapter = sys.argv[1:]
 exact = {"type_k": 0, "type_v": 0, "logits_all": True}  # 0: a cache in float32
-model = Llama(file, n_ctx=256, verbose=False, n_gpu_layers=0, **exact)
+model = Llama(file, n_ctx=256, verbose=False, lora_path=adapter or None, **exact)
 prompt = json.loads(prompt)
 model.eval(prompt)
 numpy.save(out, model.scores[: len(prompt)])
@@ -73,7 +80,9 @@ print(json.dumps(answer))
 """
 
 
-def answered(file: Path, prompt: list[int], most: int, beside: Path) -> tuple[Any, list[int]]:
+def answered(
+    file: Path, prompt: list[int], most: int, beside: Path, adapter: Path | None = None
+) -> tuple[Any, list[int]]:
     """Have llama.cpp compute a file.
 
     Args:
@@ -81,11 +90,12 @@ def answered(file: Path, prompt: list[int], most: int, beside: Path) -> tuple[An
         prompt: its tokens.
         most: tokens of the greedy answer.
         beside: an empty place for a file.
+        adapter: to add to the model, in GGUF.
 
     Returns:
         [tokens, vocabulary] float32 logits of the prompt, and the tokens of the answer.
     """
-    words = (str(file), str(beside), json.dumps(prompt), str(most))
+    words = (str(file), str(beside), json.dumps(prompt), str(most), str(adapter or ""))
     command = [os.environ[PYTHON], "-P", "-c", _ANSWER, *words]
     # Its llama_cpp is the package, and not this module.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -96,7 +106,10 @@ def answered(file: Path, prompt: list[int], most: int, beside: Path) -> tuple[An
 
 def converted(model: Path, file: Path, numbers: str, rule: str = "") -> Path:
     """A GGUF file by convert_hf_to_gguf.py."""
-    return _run("convert_hf_to_gguf.py", rule, model, "--outfile", file, "--outtype", numbers)
+    # Qwen 3.5 has layers that guess a second token, which transformers does not load.
+    more = ("--no-mtp",) if rule == "qwen35" else ()
+    words = (model, "--outfile", file, "--outtype", numbers, *more)
+    return _run("convert_hf_to_gguf.py", rule, *words)
 
 
 def converted_adapter(adapter: Path, base: Path, file: Path, numbers: str) -> Path:

@@ -10,11 +10,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-Rule = Literal["", "pairs", "plus one", "first half", "second half", "even", "odd", "transposed"]
+Rule = Literal[
+    "",
+    "pairs",
+    "plus one",
+    "first half",
+    "second half",
+    "first columns",
+    "second columns",
+    "even",
+    "odd",
+    "transposed",
+    "tiled",
+    "tiled columns",
+    "decay",
+]
 """How llama.cpp's numbers follow from Hugging Face's.
 
 pairs: the two numbers of a rotated pair are neighbours, not in the two halves of a head. plus one:
-norms multiply by one more. halves: of the rows. even, odd: columns, which become rows.
+norms multiply by one more. halves: of the rows. first, second, even, odd: columns, which become
+rows. tiled: of the value heads of a linear attention the first ones of all key heads come first,
+not all of one key head; they are the last rows, or the columns. decay: tiled, and minus the
+exponential.
 """
 
 
@@ -30,6 +47,8 @@ class Row(NamedTuple):
     rule: Rule = ""
     needs: str = ""
     """The setting that has to be on for a model to have the tensor; "": every model has it."""
+    layers: str = ""
+    """Kind of the layers that have the tensor, as `_kinds` says; "": all have it."""
 
 
 class NamedTensor(NamedTuple):
@@ -110,8 +129,84 @@ _GPT_OSS = (
 )
 
 
-def _with(rows: tuple[Row, ...], rule: Rule = "", needs: str = "") -> tuple[Row, ...]:
-    return tuple(row._replace(rule=rule or row.rule, needs=needs or row.needs) for row in rows)
+def _with(
+    rows: tuple[Row, ...], rule: Rule = "", needs: str = "", layers: str = ""
+) -> tuple[Row, ...]:
+    return tuple(
+        row._replace(rule=rule or row.rule, needs=needs or row.needs, layers=layers or row.layers)
+        for row in rows
+    )
+
+
+# Gated delta nets; llama.cpp names them as it names Mamba's.
+_LINEAR_ATTENTION = (
+    Row("attn_qkv.weight", "linear_attn.in_proj_qkv.weight", "mixed width", "tiled"),
+    Row("attn_gate.weight", "linear_attn.in_proj_z.weight", "values width", "tiled"),
+    Row("ssm_conv1d.weight", "linear_attn.conv1d.weight", "mixed kernel", "tiled"),
+    Row("ssm_dt.bias", "linear_attn.dt_bias", "states", "tiled"),
+    Row("ssm_a", "linear_attn.A_log", "states", "decay"),
+    Row("ssm_beta.weight", "linear_attn.in_proj_b.weight", "states width", "tiled"),
+    Row("ssm_alpha.weight", "linear_attn.in_proj_a.weight", "states width", "tiled"),
+    Row("ssm_norm.weight", "linear_attn.norm.weight", "state"),
+    Row("ssm_out.weight", "linear_attn.out_proj.weight", "width values", "tiled columns"),
+)
+_GEMMA4_ATTENTION = (
+    _ATTENTION[0],
+    *_with((*_ATTENTION[1:2], _HEAD_NORMS[1]), layers="own keys"),
+    *_with(_ATTENTION[2:3], layers="own values"),
+    _ATTENTION[3],
+    _HEAD_NORMS[0],
+)
+_GEMMA4_INPUTS = _with(
+    (
+        Row("inp_gate.weight", "per_layer_input_gate.weight", "input width"),
+        Row("proj.weight", "per_layer_projection.weight", "width input"),
+        Row("post_norm.weight", "post_per_layer_input_norm.weight", "width"),
+    ),
+    needs="hidden_size_per_layer_input",
+)
+_GEMMA4_EXPERTS = _with(
+    (
+        Row("ffn_gate_inp.weight", "router.proj.weight", "experts width"),
+        Row("ffn_gate_inp.scale", "router.scale", "width"),
+        Row("ffn_gate_up_exps.weight", "experts.gate_up_proj", "experts pair width"),
+        Row("ffn_down_exps.weight", "experts.down_proj", "experts width expert"),
+        Row("ffn_down_exps.scale", "router.per_expert_scale", "experts"),
+        Row("pre_ffw_norm_2.weight", "pre_feedforward_layernorm_2.weight", "width"),
+        Row("post_ffw_norm_1.weight", "post_feedforward_layernorm_1.weight", "width"),
+        Row("post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight", "width"),
+    ),
+    needs="enable_moe_block",
+)
+_LLAMA4_EXPERTS = (
+    Row("ffn_gate_inp.weight", "feed_forward.router.weight", "experts width"),
+    Row(
+        "ffn_gate_exps.weight",
+        "feed_forward.experts.gate_up_proj",
+        "experts expert width",
+        "first columns",
+    ),
+    Row(
+        "ffn_up_exps.weight",
+        "feed_forward.experts.gate_up_proj",
+        "experts expert width",
+        "second columns",
+    ),
+    Row(
+        "ffn_down_exps.weight",
+        "feed_forward.experts.down_proj",
+        "experts width expert",
+        "transposed",
+    ),
+    Row("ffn_gate_shexp.weight", "feed_forward.shared_expert.gate_proj.weight", "expert width"),
+    Row("ffn_up_shexp.weight", "feed_forward.shared_expert.up_proj.weight", "expert width"),
+    Row("ffn_down_shexp.weight", "feed_forward.shared_expert.down_proj.weight", "width expert"),
+)
+_LLAMA4_FEED_FORWARD = (
+    Row("ffn_gate.weight", "feed_forward.gate_proj.weight", "inner width"),
+    Row("ffn_up.weight", "feed_forward.up_proj.weight", "inner width"),
+    Row("ffn_down.weight", "feed_forward.down_proj.weight", "width inner"),
+)
 
 
 _ROTATED = (*_with(_ATTENTION[:2], "pairs"), *_ATTENTION[2:])
@@ -146,6 +241,8 @@ class Family:
     """Further keys of the metadata that are whole numbers, with the settings that they hold."""
     factors: Mapping[str, str] = field(default_factory=dict)
     """The same for keys that are floats."""
+    alike: Mapping[str, str] = field(default_factory=dict)
+    """Settings that llama.cpp takes for the same as others."""
     sliding: int = 0
     """llama.cpp takes each such layer for one that sees all tokens, and the others for ones with a
     window; 0: it knows no windows of single layers."""
@@ -166,6 +263,25 @@ _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA_ROWS = _with((*_GEMMA_NORMS, *_HEAD_NORMS), "plus one")
 _LLAMA_FAMILY = Family("llama", _LLAMA, stretched=("linear", "llama3"), says_rotated=True)
 _EXPERT_COUNTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GEMMA4_AROUND = (
+    *_AROUND,
+    *_with(
+        (
+            Row(
+                "per_layer_token_embd.weight",
+                "model.embed_tokens_per_layer.weight",
+                "vocabulary inputs",
+            ),
+            Row(
+                "per_layer_model_proj.weight",
+                "model.per_layer_model_projection.weight",
+                "inputs width",
+            ),
+            Row("per_layer_proj_norm.weight", "model.per_layer_projection_norm.weight", "input"),
+        ),
+        needs="hidden_size_per_layer_input",
+    ),
+)
 _GEMMA_AROUND = (_AROUND[0], *_with(_AROUND[1:2], "plus one"), _AROUND[2])
 
 FAMILIES: Mapping[str, Family] = {
@@ -192,6 +308,57 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_only_layers": [],
         },
         counts=_EXPERT_COUNTS | {"expert_feed_forward_length": "moe_intermediate_size"},
+    ),
+    "qwen3_5_text": Family(
+        "qwen35",
+        (
+            *_with(_NORMS[:1], "plus one"),
+            *_with(_NORMS_AFTER[:1], "plus one"),
+            *_with(
+                (
+                    _ATTENTION[0]._replace(shape="gated width"),
+                    *_ATTENTION[1:],
+                    *_with(_HEAD_NORMS, "plus one"),
+                ),
+                layers="full_attention",
+            ),
+            *_with(_LINEAR_ATTENTION, layers="linear_attention"),
+            *_FEED_FORWARD,
+        ),
+        _GEMMA_AROUND,
+        expected=_SILU | {"attention_bias": False},
+        counts={
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
+        alike={"linear_value_head_dim": "linear_key_head_dim"},
+        rotates_part=True,
+    ),
+    "llama4_text": Family(
+        "llama4",
+        (
+            *_NORMS,
+            *_ATTENTION,
+            *_with(_LLAMA4_EXPERTS, layers="experts"),
+            *_with(_LLAMA4_FEED_FORWARD, layers="dense"),
+        ),
+        expected=_SILU
+        | {
+            "attention_bias": False,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        stretched=("linear", "llama3"),
+        counts=_EXPERT_COUNTS
+        | {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        says_rotated=True,
     ),
     "gemma": Family(
         "gemma",
@@ -224,6 +391,27 @@ FAMILIES: Mapping[str, Family] = {
         counts={"attention.sliding_window": "sliding_window"},
         factors={"final_logit_softcapping": "final_logit_softcapping"},
         sliding=6,
+    ),
+    "gemma4_text": Family(
+        "gemma4",
+        (
+            *_GEMMA_NORMS,
+            *_GEMMA4_ATTENTION,
+            *_FEED_FORWARD,
+            Row("layer_output_scale.weight", "layer_scalar", "one"),
+            *_GEMMA4_INPUTS,
+            *_GEMMA4_EXPERTS,
+        ),
+        _GEMMA4_AROUND,
+        expected=_GELU | {"attention_bias": False},
+        stretched=("proportional",),
+        counts=_EXPERT_COUNTS
+        | {
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        rotates_part=True,
     ),
     "phi3": Family(
         "phi3",
@@ -298,10 +486,38 @@ FAMILIES: Mapping[str, Family] = {
 WRITTEN = tuple(name for name, family in FAMILIES.items() if family.written)
 
 
+def _kinds(settings: Mapping[str, Any], layer: int) -> set[str]:
+    """What a layer is, in words of `Row.layers`."""
+    kinds = {"experts" if layer in settings.get("moe_layers", ()) else "dense"}
+    if "layer_types" in settings:
+        kinds.add(settings["layer_types"][layer])
+    if layer < settings["num_hidden_layers"] - settings.get("num_kv_shared_layers", 0):
+        kinds.add("own keys")
+        # Keys may be the values of layers that see all tokens.
+        if not (settings.get("attention_k_eq_v") and "full_attention" in kinds):
+            kinds.add("own values")
+    return kinds
+
+
+def sizes_of_layer(settings: Mapping[str, Any], layer: int) -> dict[str, int]:
+    """Sizes of a layer that others may not have, by the names of settings."""
+    names = ("head_dim", "num_key_value_heads", "intermediate_size")
+    found = {name: settings[name] for name in names}
+    found |= settings.get("per_layer_config", {}).get(str(layer), {})
+    if settings.get("use_double_wide_mlp") and "own keys" not in _kinds(settings, layer):
+        found["intermediate_size"] *= 2
+    return found
+
+
 def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers by the words of `Row.shape`."""
     head, heads = settings["head_dim"], settings["num_attention_heads"]
     queries, keys = heads * head, settings["num_key_value_heads"] * head
     inner = settings["intermediate_size"]
+    # Of a linear attention: a state has as many rows and columns as a head has numbers.
+    state, states = (
+        settings.get(f"linear_{key}", 0) for key in ("key_head_dim", "num_value_heads")
+    )
     return {
         "width": settings["hidden_size"],
         "inner": inner,
@@ -309,11 +525,21 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:
         "head": head,
         "heads": heads,
         "queries": queries,
+        "gated": 2 * queries,
         "keys": keys,
         "fused": queries + 2 * keys,
         "vocabulary": settings["vocab_size"],
         "experts": settings.get("num_local_experts") or 0,
-        "expert": settings.get("moe_intermediate_size") or 0,
+        "expert": (expert := settings.get("moe_intermediate_size") or 0),
+        "pair": 2 * expert,
+        "one": 1,
+        "input": (own := settings.get("hidden_size_per_layer_input", 0)),
+        "inputs": own * settings["num_hidden_layers"],
+        "state": state,
+        "states": states,
+        "values": states * state,
+        "mixed": (2 * settings.get("linear_num_key_heads", 0) + states) * state,
+        "kernel": settings.get("linear_conv_kernel_dim", 0),
     }
 
 
@@ -323,20 +549,23 @@ def named_tensors(settings: Mapping[str, Any]) -> dict[str, NamedTensor]:
     Args:
         settings: of a model of one of `FAMILIES`.
     """
-    family, sizes = FAMILIES[settings["model_type"]], _sizes(settings)
+    family = FAMILIES[settings["model_type"]]
     first, *last = family.around
-    rows = [(row.name, row.theirs, row) for row in (first,)]
-    rows += [
-        (f"blk.{layer}.{row.name}", f"model.layers.{layer}.{row.theirs}", row)
-        for layer in range(settings["num_hidden_layers"])
-        for row in family.block
-        if not row.needs or settings.get(row.needs)
-    ]
+    of_model = _sizes(settings)
+    rows = [(row.name, row.theirs, row, of_model) for row in (first,)]
+    for layer in range(settings["num_hidden_layers"]):
+        kinds = _kinds(settings, layer)
+        sizes = _sizes({**settings, **sizes_of_layer(settings, layer)})
+        rows += [
+            (f"blk.{layer}.{row.name}", f"model.layers.{layer}.{row.theirs}", row, sizes)
+            for row in family.block
+            if not row.layers or row.layers in kinds
+        ]
+    rows += [(row.name, row.theirs, row, of_model) for row in last]
     is_tied = settings["tie_word_embeddings"]
-    rows += [
-        (row.name, row.theirs, row) for row in last if not (is_tied and row.name == "output.weight")
-    ]
     return {
         name: NamedTensor(theirs, tuple(sizes[word] for word in row.shape.split()), row.rule)
-        for name, theirs, row in rows
+        for name, theirs, row, sizes in rows
+        if not row.needs or settings.get(row.needs)
+        if not (is_tied and name == "output.weight")
     }

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ftkit.errors import UserError
-from ftkit.extensions.gguf.families import FAMILIES, WRITTEN
+from ftkit.extensions.gguf.families import FAMILIES, WRITTEN, sizes_of_layer
 from ftkit.extensions.gguf.header import GgufHeader
 from ftkit.extensions.gguf.tokenizer import rule_of, tokenizer_files
 from ftkit.models.pretrained.tokenizer import Tokenizer
@@ -30,6 +30,10 @@ GgufMetadata = dict[str, Any]
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 """Layers by which llama.cpp recognises models of 27 billion parameters, whose attention is scaled
 by the width of the model."""
+_LLAMA4_ROTATES, _EXPERTS_OF_MAVERICK = 4, 128
+"""Llama 4: every such layer sees all tokens and rotates nothing."""
+_SECTIONS = (11, 11, 10)
+"""Qwen 3.5: pairs of a head that rotate by time, height and width, where it does not say them."""
 _DEFAULT_THETA = 10000.0
 _WORDS = {"hidden_act": "the activation", "hidden_activation": "the activation"}
 """What messages call a setting."""
@@ -70,6 +74,10 @@ def complete_settings(
     )
     found["num_key_value_heads"] = found.get("num_key_value_heads") or found["num_attention_heads"]
     found["num_local_experts"] = found.get("num_local_experts") or found.get("num_experts")
+    if family == "llama4_text":
+        # Named as in other families; theirs are those of experts and of dense layers.
+        sizes = found["intermediate_size"], found["intermediate_size_mlp"]
+        found["moe_intermediate_size"], found["intermediate_size"] = sizes
     # The first one is enough: one stops the export.
     for reason in _obstacles(found):
         raise UserError(f"{name} {reason}, which llama.cpp does not compute. Try another --format.")
@@ -95,6 +103,17 @@ def _obstacles(settings: Mapping[str, Any]) -> list[str]:
         found.append("has a sliding window (use_sliding_window)")
     if not family.rotates_part and rope.get("partial_rotary_factor", 1.0) != 1.0:
         found.append("rotates a part of each key (partial_rotary_factor)")
+    found += [
+        f"has {key} {settings[key]}, not {other} {settings[other]}"
+        for key, other in family.alike.items()
+        if settings[key] != settings[other]
+    ]
+    if "linear_num_value_heads" in settings:
+        found += _obstacles_of_sections(settings)
+    if settings["model_type"] == "gemma4_text":
+        found += _obstacles_of_gemma4(settings)
+    if settings["model_type"] == "llama4_text":
+        found += _obstacles_of_llama4(settings)
     if "query_pre_attn_scalar" in settings:
         found += _obstacles_of_gemma(settings)
     if family.heads_fill_width and _width_of_heads(settings) != settings["head_dim"]:
@@ -113,6 +132,58 @@ def _obstacles_of_gemma(settings: Mapping[str, Any]) -> list[str]:
     if family == "gemma2" and not all(caps):
         found.append("has no soft caps")
     return found
+
+
+def _obstacles_of_sections(settings: Mapping[str, Any]) -> list[str]:
+    """Sections of Qwen 3.5 that leave pairs out, which llama.cpp does not rotate."""
+    sections, head = _sections(settings), settings["head_dim"]
+    pairs = int(head * settings["rope_parameters"]["partial_rotary_factor"]) // 2
+    places = [pair % sum(sections) for pair in range(pairs)]
+    # Time, height and width take turns.
+    if sum(sections) <= head and all(place < 3 * sections[place % 3] for place in places):
+        return []
+    return [f"has mrope_section {sections} for {pairs} rotated pairs of heads of {head}"]
+
+
+def _obstacles_of_gemma4(settings: Mapping[str, Any]) -> list[str]:
+    found, rope = [], settings["rope_parameters"]
+    if settings["use_bidirectional_attention"] == "all":
+        found.append("attends to later tokens (use_bidirectional_attention)")
+    if rope["full_attention"].get("rope_type") != "proportional":
+        found.append("does not rotate in proportion (rope_type) where it sees all tokens")
+    if rope["full_attention"].get("factor", 1.0) != 1.0:
+        found.append("stretches its positions (factor)")
+    if rope["sliding_attention"].get("partial_rotary_factor", 1.0) != 1.0:
+        found.append("rotates a part of each key within its window (partial_rotary_factor)")
+    # Where layers have keys of earlier ones, llama.cpp takes those of the last two with their own.
+    own = settings["num_hidden_layers"] - settings["num_kv_shared_layers"]
+    last = settings["layer_types"][max(own - 2, 0) : own]
+    if settings["num_kv_shared_layers"] and last != ["sliding_attention", "full_attention"]:
+        found.append(f"shares keys of layers that end with {last} (num_kv_shared_layers)")
+    if "sliding_attention" not in settings["layer_types"]:
+        found.append("has no layer with a window (layer_types)")
+    sizes = {key: settings[key] for key in ("vocab_size", "vocab_size_per_layer_input")}
+    if settings["hidden_size_per_layer_input"] and len(set(sizes.values())) > 1:
+        found.append(f"has inputs of layers for {sizes['vocab_size_per_layer_input']} tokens alone")
+    return found
+
+
+def _obstacles_of_llama4(settings: Mapping[str, Any]) -> list[str]:
+    layers, step = range(settings["num_hidden_layers"]), settings["interleave_moe_layer_step"]
+    # llama.cpp knows Maverick, which does not normalise keys, by its experts.
+    normalises = settings["num_local_experts"] != _EXPERTS_OF_MAVERICK
+    rotated = [int((layer + 1) % _LLAMA4_ROTATES != 0) for layer in layers]
+    expected = {
+        "use_qk_norm": normalises,
+        "no_rope_layers": rotated,
+        "layer_types": ["chunked_attention" if kind else "full_attention" for kind in rotated],
+        "moe_layers": [layer for layer in layers if (layer + 1) % step == 0],
+    }
+    return [
+        f"has {key} {settings[key]}, not {value}"
+        for key, value in expected.items()
+        if settings[key] != value
+    ]
 
 
 def _width_of_heads(settings: Mapping[str, Any]) -> int:
@@ -168,6 +239,10 @@ def model_metadata(settings: Mapping[str, Any]) -> GgufMetadata:
             of_layers["attention.sliding_window_pattern"] = windows
     if name == "phi3":
         of_layers |= _of_phi3(settings)
+    if name == "gemma4_text":
+        of_layers |= _of_gemma4(settings)
+    if "linear_num_value_heads" in settings:
+        of_layers |= _of_linear_attention(settings)
     return {f"{family.architecture}.{key}": value for key, value in of_layers.items()}
 
 
@@ -193,6 +268,53 @@ def _stretching(rope: Mapping[str, Any]) -> GgufMetadata:
             if rope.get(theirs) is not None
         }
     return found
+
+
+def _of_gemma4(settings: Mapping[str, Any]) -> GgufMetadata:
+    windows = [kind == "sliding_attention" for kind in settings["layer_types"]]
+    layers = [sizes_of_layer(settings, layer) for layer in range(len(windows))]
+    whole, local = _head_sizes(settings)
+    found: GgufMetadata = {
+        "attention.shared_kv_layers": settings["num_kv_shared_layers"],
+        "attention.sliding_window_pattern": windows,
+        "attention.key_length": whole,
+        "attention.value_length": whole,
+        "attention.key_length_swa": local,
+        "attention.value_length_swa": local,
+        "rope.dimension_count": whole,
+        "rope.dimension_count_swa": local,
+        "embedding_length_per_layer_input": settings["hidden_size_per_layer_input"],
+        # Without the key llama.cpp takes 30; 0 is none.
+        "final_logit_softcapping": float(settings["final_logit_softcapping"] or 0.0),
+    }
+    several = {"attention.head_count_kv": "num_key_value_heads"}
+    several["feed_forward_length"] = "intermediate_size"
+    for key, name in several.items():
+        values = [layer[name] for layer in layers]
+        if len(set(values)) > 1:
+            found[key] = values
+    return found
+
+
+def _head_sizes(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Numbers of a head of layers that see all tokens, and of others."""
+    last = settings["num_hidden_layers"] - 1  # always sees all
+    return sizes_of_layer(settings, last)["head_dim"], settings["head_dim"]
+
+
+def _of_linear_attention(settings: Mapping[str, Any]) -> GgufMetadata:
+    kinds, sections = settings["layer_types"], _sections(settings)
+    return {
+        "ssm.inner_size": settings["linear_num_value_heads"] * settings["linear_value_head_dim"],
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
+        # For versions of llama.cpp without that list.
+        "full_attention_interval": [*kinds, "full_attention"].index("full_attention") + 1,
+        "rope.dimension_sections": [*sections, *[0] * (4 - len(sections))],
+    }
+
+
+def _sections(settings: Mapping[str, Any]) -> list[int]:
+    return list(settings["rope_parameters"].get("mrope_section") or _SECTIONS)
 
 
 def _of_phi3(settings: Mapping[str, Any]) -> GgufMetadata:
@@ -234,6 +356,12 @@ def rotary_factors(settings: Mapping[str, Any]) -> dict[str, np.ndarray]:
             f"rope_factors_{name}.weight": np.asarray(rope[f"{name}_factor"], np.float32)
             for name in ("long", "short")
         }
+    if kind == "proportional":
+        whole, _ = _head_sizes(settings)
+        rotated = int(rope.get("partial_rotary_factor", 1.0) * whole // 2)
+        # What is divided by so much does not rotate.
+        factors = np.where(np.arange(whole // 2) < rotated, 1.0, 1e30)
+        return {"rope_freqs.weight": factors.astype(np.float32)}
     if kind != "llama3":
         return {}
     size = settings["head_dim"]

@@ -30,6 +30,8 @@ _IN_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight", "sink
 """Endings of the names of weights that are never packed."""
 _WEIGHTS = (".weight", ".lora_a", ".lora_b")
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+_WHOLE = ("per_layer_model_proj.weight",)
+"""Matrices that llama-quantize leaves as they are."""
 _LAYERS_OF_70B, _MIXTRAL_EXPERTS = 80, 8
 """Numbers by which llama.cpp recognises these models."""
 
@@ -73,7 +75,7 @@ def _mixture(
     """Formats other than that of most matrices, by name (llama_tensor_get_type_impl)."""
     packed = [name for name, shape in shapes.items() if not _is_small(name, shape)]
     heads = ("output.weight",) if "output.weight" in shapes else _EMBEDDINGS
-    found = dict.fromkeys(heads, "Q6_K")
+    found = dict.fromkeys(heads, "Q6_K") | dict.fromkeys(_WHOLE, "F16")
     values = sorted((name for name in packed if _VALUES.search(name)), key=_layer)
     experts = expert_count(settings)
     if most != "Q6_K":

@@ -133,7 +133,7 @@ def write_gguf_model(result: Result, options: ExportOptions, progress: OnProgres
             if base.architecture.is_beside(theirs):
                 continue  # such as a trained projector
             for name in ours[theirs]:
-                yield name, _as_llama_cpp(tensor, names[name].rule, settings["head_dim"])
+                yield name, _as_llama_cpp(tensor, names[name].rule, settings)
 
     with output_directory(out, overwrite=options.overwrite) as partial:
         write_file(
@@ -210,20 +210,28 @@ def _require_known(base: BaseModel, names: Mapping[str, NamedTensor]) -> None:
             )
 
 
-def _as_llama_cpp(tensor: Tensor, rule: Rule, head_size: int) -> Tensor:
+def _as_llama_cpp(tensor: Tensor, rule: Rule, settings: Mapping[str, Any]) -> Tensor:
     """Convert a tensor of Hugging Face, whose rows are outputs, to llama.cpp's convention."""
     match rule:
         case "pairs":
-            return _pairs_beside_each_other(tensor, head_size)
+            return _pairs_beside_each_other(tensor, settings["head_dim"])
         case "plus one":
             return tensor.float() + 1  # its norms multiply by one more than their weight
         case "first half" | "second half":
             return tensor.chunk(2, dim=-2)[rule == "second half"]
+        case "first columns" | "second columns":
+            return tensor.chunk(2, dim=-1)[rule == "second columns"].transpose(-1, -2)
         case "even" | "odd":
             own = tensor[..., int(rule == "odd") :: 2]
             return own.transpose(-1, -2) if own.ndim == 3 else own  # but not a bias
         case "transposed":
             return tensor.transpose(-1, -2)
+        case "tiled":
+            return _tiled(tensor, settings)
+        case "tiled columns":
+            return _tiled(tensor.T, settings).T
+        case "decay":
+            return -_tiled(tensor.float(), settings).exp()
         case _:
             return tensor
 
@@ -232,6 +240,22 @@ def _pairs_beside_each_other(tensor: Tensor, head_size: int) -> Tensor:
     """Reorder rows of rotated heads from two halves, as in Hugging Face, to neighbouring pairs."""
     halves = tensor.reshape(-1, 2, head_size // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+def _tiled(tensor: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Reorder value heads of a linear attention, which are the last rows, for llama.cpp.
+
+    Where several of them share a key, Hugging Face has those of a key beside each other, and
+    llama.cpp repeats all keys.
+    """
+    heads, keys = settings["linear_num_value_heads"], settings["linear_num_key_heads"]
+    rows = tensor.shape[0]
+    size = settings["linear_value_head_dim"] if rows > heads else 1  # or one number of each head
+    columns = tensor.reshape(rows, -1)  # a convolution has one of 1 between
+    others, values = columns.split([rows - heads * size, heads * size])
+    values = values.unflatten(0, (keys, heads // keys, size)).transpose(0, 1).flatten(0, 2)
+    tiled = torch.cat([others, values])
+    return tiled.flatten() if tensor.ndim == 1 else tiled
 
 
 def _described(result: Result, base: BaseModel) -> GgufMetadata:
@@ -296,14 +320,15 @@ def write_gguf_adapter(result: Result, options: ExportOptions, progress: OnProgr
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored.items():
-            ours = names[name]
-            # B alone: its rows are outputs of the layer, and those of A are ranks.
-            if ours.endswith("lora_b"):
-                rule = tensors_of_base[ours.removesuffix(".lora_b")].rule
-                tensor = _as_llama_cpp(tensor, rule, settings["head_dim"])
+            layer, _, matrix = names[name].rpartition(".")
+            rule = tensors_of_base[layer].rule
+            # Rows of B are outputs of the layer, columns of A its inputs; the others are ranks.
+            if (matrix == "lora_b") != (rule == "tiled columns"):
+                tensor = _as_llama_cpp(tensor, rule, settings)
+            if matrix == "lora_b":
                 factor = factors[name]
                 tensor = tensor if factor == 1 else tensor.float() * factor
-            yield ours, tensor
+            yield names[name], tensor
 
     file = f"adapter-{numbers}.gguf"
     architecture = FAMILIES[settings["model_type"]].architecture
