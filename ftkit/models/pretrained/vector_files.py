@@ -69,7 +69,9 @@ def pooling_in(directory: Path, name: str) -> Pooling:
             f"model here has Transformer, Pooling and Normalize. Remove {MODULES} to train its "
             "language model alone."
         )
-    file = directory / str(modules[kinds.index("Pooling")].get("path")) / "config.json"
+    # By its last part alone: a model's files name nothing outside of its directory.
+    place = Path(str(modules[kinds.index("Pooling")].get("path"))).name
+    file = directory / place / "config.json"
     settings = _read(file, dict[str, Any])
     mode = settings.get("pooling_mode")
     for pooling, (named, key) in _MODES.items():
