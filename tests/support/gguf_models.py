@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
         "gemma2",
         "pieces",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8},
     ),
     "phi3": (
         "phi3",
