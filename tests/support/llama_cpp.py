@@ -67,9 +67,9 @@ _ANSWER = """
 import json, sys
 import numpy
 from llama_cpp import Llama
-file, out, prompt, most, adapter, texts = sys.argv[1:]
+file, out, prompt, most, adapter, texts, size = sys.argv[1:]
 exact = {"type_k": 0, "type_v": 0, "logits_all": True}  # 0: a cache in float32
-model = Llama(file, n_ctx=256, verbose=False, lora_path=adapter or None, **exact)
+model = Llama(file, n_ctx=int(size), verbose=False, lora_path=adapter or None, **exact)
 prompt = json.loads(prompt)
 model.eval(prompt)
 numpy.save(out, model.scores[: len(prompt)])
@@ -100,6 +100,7 @@ def answered(
     beside: Path,
     adapter: Path | None = None,
     texts: Sequence[str] = (),
+    size: int = 256,
 ) -> Answered:
     """Have llama.cpp compute a file.
 
@@ -110,9 +111,10 @@ def answered(
         beside: an empty place for a file.
         adapter: to add to the model, in GGUF.
         texts: to be cut into tokens.
+        size: tokens that llama.cpp prepares for, by which it chooses factors of LongRoPE.
     """
     words = (str(file), str(beside), json.dumps(prompt), str(most), str(adapter or ""))
-    command = [os.environ[PYTHON], "-P", "-c", _ANSWER, *words, json.dumps(texts)]
+    command = [os.environ[PYTHON], "-P", "-c", _ANSWER, *words, json.dumps(texts), str(size)]
     # Its llama_cpp is the package, and not this module.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)

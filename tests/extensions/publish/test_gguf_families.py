@@ -156,6 +156,24 @@ def test_llama_cpp_computes_a_file_as_transformers_computes_the_model(
 
 
 @runs_llama_cpp
+def test_llama_cpp_stretches_positions_beyond_the_first_length_of_longrope(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    export(models["phi3"], "gguf", tmp_path / "out", "--quantization", "f32")
+    made = AutoModelForCausalLM.from_pretrained(
+        models["phi3"], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    prompt = torch.arange(3, 303) * 7 % 330
+    with torch.no_grad():
+        logits = made(prompt[None]).logits[0]
+    file = tmp_path / "out" / "model-f32.gguf"
+    found = answered(file, prompt.tolist(), 0, tmp_path / "logits.npy", size=512)
+    apart = (torch.from_numpy(found.logits) - logits).abs().max()
+    print(f"phi3, stretched: logits at most {apart:.2g} apart")
+    assert apart < 1e-4
+
+
+@runs_llama_cpp
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_llama_cpp_adds_an_adapter_as_peft_adds_it(
     name: str, models: dict[str, Path], tmp_path: Path
