@@ -156,6 +156,24 @@ def test_llama_cpp_computes_a_file_as_transformers_computes_the_model(
 
 
 @runs_llama_cpp
+def test_llama_cpp_truncates_the_bounds_of_yarn_whatever_the_model_says(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    place = shutil.copytree(models["gpt_oss"], tmp_path / "copy")
+    config = json.loads((place / "config.json").read_text())
+    assert config["rope_parameters"].get("truncate", True)
+    logits, _ = of_transformers(AutoModelForCausalLM.from_pretrained(place).eval(), 0)
+    config["rope_parameters"]["truncate"] = False  # as gpt-oss has it
+    (place / "config.json").write_text(json.dumps(config))
+    own, _ = of_transformers(AutoModelForCausalLM.from_pretrained(place).eval(), 0)
+    export(place, "gguf", tmp_path / "out", "--quantization", "f32")
+    file = tmp_path / "out" / "model-f32.gguf"
+    found = answered(file, TOKENS[0].tolist(), 0, tmp_path / "logits.npy")
+    assert (torch.from_numpy(found.logits) - logits).abs().max() < 1e-4
+    assert (torch.from_numpy(found.logits) - own).abs().max() > 0.1
+
+
+@runs_llama_cpp
 def test_llama_cpp_stretches_positions_beyond_the_first_length_of_longrope(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
