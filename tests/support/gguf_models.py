@@ -31,7 +31,6 @@ LONGROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
     "long_factor": [2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7],
-    "original_max_position_embeddings": 64,
 }
 YARN = {
     "rope_type": "yarn",
@@ -66,12 +65,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
         "gemma2",
         "pieces",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8},
     ),
     "phi3": (
         "phi3",
         "pieces",
-        {"pad_token_id": 0, "rope_parameters": LONGROPE, "sliding_window": None},
+        {
+            "pad_token_id": 0,
+            "rope_parameters": LONGROPE,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+            "sliding_window": None,
+        },
     ),
     "mistral_small": ("mistral", "tekken", {"head_dim": 32, "sliding_window": None}),
     "phi4": ("phi3", "dbrx", {"pad_token_id": 0, "sliding_window": None}),

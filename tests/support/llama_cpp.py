@@ -9,8 +9,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -66,9 +67,9 @@ _ANSWER = """
 import json, sys
 import numpy
 from llama_cpp import Llama
-file, out, prompt, most, adapter = sys.argv[1:]
+file, out, prompt, most, adapter, texts, size = sys.argv[1:]
 exact = {"type_k": 0, "type_v": 0, "logits_all": True}  # 0: a cache in float32
-model = Llama(file, n_ctx=256, verbose=False, lora_path=adapter or None, **exact)
+model = Llama(file, n_ctx=int(size), verbose=False, lora_path=adapter or None, **exact)
 prompt = json.loads(prompt)
 model.eval(prompt)
 numpy.save(out, model.scores[: len(prompt)])
@@ -76,13 +77,31 @@ answer = []
 while len(answer) < int(most):
     answer.append(int(model.scores[model.n_tokens - 1].argmax()))
     model.eval(answer[-1:])
-print(json.dumps(answer))
+tokens = [model.tokenize(text.encode(), add_bos=False) for text in json.loads(texts)]
+print(json.dumps({"answer": answer, "tokens": tokens}))
 """
 
 
+class Answered(NamedTuple):
+    """What llama.cpp computes of a file."""
+
+    logits: Any
+    """[tokens, vocabulary] float32, of the prompt."""
+    answer: list[int]
+    """Greedy tokens."""
+    tokens: list[list[int]]
+    """Of each text, without BOS."""
+
+
 def answered(
-    file: Path, prompt: list[int], most: int, beside: Path, adapter: Path | None = None
-) -> tuple[Any, list[int]]:
+    file: Path,
+    prompt: Sequence[int],
+    most: int,
+    beside: Path,
+    adapter: Path | None = None,
+    texts: Sequence[str] = (),
+    size: int = 256,
+) -> Answered:
     """Have llama.cpp compute a file.
 
     Args:
@@ -91,17 +110,16 @@ def answered(
         most: tokens of the greedy answer.
         beside: an empty place for a file.
         adapter: to add to the model, in GGUF.
-
-    Returns:
-        [tokens, vocabulary] float32 logits of the prompt, and the tokens of the answer.
+        texts: to be cut into tokens.
+        size: tokens that llama.cpp prepares for, by which it chooses factors of LongRoPE.
     """
     words = (str(file), str(beside), json.dumps(prompt), str(most), str(adapter or ""))
-    command = [os.environ[PYTHON], "-P", "-c", _ANSWER, *words]
+    command = [os.environ[PYTHON], "-P", "-c", _ANSWER, *words, json.dumps(texts), str(size)]
     # Its llama_cpp is the package, and not this module.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
-    return np.load(beside), json.loads(run.stdout.splitlines()[-1])
+    return Answered(np.load(beside), **json.loads(run.stdout.splitlines()[-1]))
 
 
 def converted(model: Path, file: Path, numbers: str, rule: str = "") -> Path:

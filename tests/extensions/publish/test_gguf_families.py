@@ -22,10 +22,18 @@ from ftkit.cli.app import run
 from ftkit.errors import UserError
 from ftkit.extensions.gguf.families import FAMILIES, WRITTEN, named_tensors
 from ftkit.extensions.publish.gguf.metadata import complete_settings
+from ftkit.models.pretrained.base_model import open_base
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 TOKENS = torch.arange(3, 43).view(2, 20) * 7 % 330
+CUT_DIFFERENTLY = (
+    "The quick brown fox (aged 7) didn't jump over 1234567 lazy dogs; it's 3.14, isn't it?",
+    "def main(a, b):\n    return a ** b  # twice\n\n\n\tprint('ok!!!')\r\n",
+    "Ça va? Größe, naïve café. Привет, мир! 你好 世界。 こんにちは 안녕하세요 مرحبا 🙂🚀",
+    "a  b   c    d HTTPServer ABCdef x_y-z/w https://example.org/?q=1&r=2",
+)
+"""Texts that tokenizers of different kinds cut differently."""
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +144,51 @@ def test_llama_cpp_computes_a_file_as_transformers_computes_the_model(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     logits, answer = of_transformers(made, most)
-    found, of_llama_cpp = answered(file, TOKENS[0].tolist(), most, tmp_path / "logits.npy")
-    print(f"{name}: logits at most {(torch.from_numpy(found) - logits).abs().max():.2g} apart")
-    torch.testing.assert_close(torch.from_numpy(found), logits, rtol=0, atol=1e-4)
-    assert of_llama_cpp == answer
+    found = answered(file, TOKENS[0].tolist(), most, tmp_path / "logits.npy", texts=CUT_DIFFERENTLY)
+    apart = (torch.from_numpy(found.logits) - logits).abs().max()
+    print(f"{name}: logits at most {apart:.2g} apart")
+    assert apart < 1e-4
+    assert found.answer == answer
+    cut = open_base(str(model)).tokenizer.processor
+    assert found.tokens == [
+        cut.encode(text, add_special_tokens=False).ids for text in CUT_DIFFERENTLY
+    ]
+
+
+@runs_llama_cpp
+def test_llama_cpp_truncates_the_bounds_of_yarn_whatever_the_model_says(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    place = shutil.copytree(models["gpt_oss"], tmp_path / "copy")
+    config = json.loads((place / "config.json").read_text())
+    assert config["rope_parameters"].get("truncate", True)
+    logits, _ = of_transformers(AutoModelForCausalLM.from_pretrained(place).eval(), 0)
+    config["rope_parameters"]["truncate"] = False  # as gpt-oss has it
+    (place / "config.json").write_text(json.dumps(config))
+    own, _ = of_transformers(AutoModelForCausalLM.from_pretrained(place).eval(), 0)
+    export(place, "gguf", tmp_path / "out", "--quantization", "f32")
+    file = tmp_path / "out" / "model-f32.gguf"
+    found = answered(file, TOKENS[0].tolist(), 0, tmp_path / "logits.npy")
+    assert (torch.from_numpy(found.logits) - logits).abs().max() < 1e-4
+    assert (torch.from_numpy(found.logits) - own).abs().max() > 0.1
+
+
+@runs_llama_cpp
+def test_llama_cpp_stretches_positions_beyond_the_first_length_of_longrope(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    export(models["phi3"], "gguf", tmp_path / "out", "--quantization", "f32")
+    made = AutoModelForCausalLM.from_pretrained(
+        models["phi3"], dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    prompt = torch.arange(3, 303) * 7 % 330
+    with torch.no_grad():
+        logits = made(prompt[None]).logits[0]
+    file = tmp_path / "out" / "model-f32.gguf"
+    found = answered(file, prompt.tolist(), 0, tmp_path / "logits.npy", size=512)
+    apart = (torch.from_numpy(found.logits) - logits).abs().max()
+    print(f"phi3, stretched: logits at most {apart:.2g} apart")
+    assert apart < 1e-4
 
 
 @runs_llama_cpp
@@ -163,15 +212,16 @@ def test_llama_cpp_adds_an_adapter_as_peft_adds_it(
     words = ("--quantization", "f32", "--checkpoint_dir", models[name])
     export(models[name], "gguf", tmp_path / "base", *words[:2])
     export(tmp_path / "adapter", "gguf", tmp_path / "out", *words)
-    found, _ = answered(
+    found = answered(
         tmp_path / "base" / "model-f32.gguf",
         TOKENS[0].tolist(),
         0,
         tmp_path / "logits.npy",
         tmp_path / "out" / "adapter-f32.gguf",
     )
-    print(f"{name}, adapted: logits {(torch.from_numpy(found) - logits).abs().max():.2g} apart")
-    torch.testing.assert_close(torch.from_numpy(found), logits, rtol=0, atol=1e-4)
+    apart = (torch.from_numpy(found.logits) - logits).abs().max()
+    print(f"{name}, adapted: logits at most {apart:.2g} apart")
+    assert apart < 1e-4
 
 
 # llama.cpp rounds what goes into a matrix, too: to float16 or bfloat16, or to blocks of 8 bits.
@@ -198,8 +248,8 @@ def test_llama_cpp_computes_packed_weights_nearly_as_transformers_computes_their
     ).eval()
     load_from(file, made, settings_of(models["wide"]))
     logits, _ = of_transformers(made, 0)
-    found, _ = answered(file, TOKENS[0].tolist(), 0, tmp_path / "logits.npy")
-    apart = (torch.from_numpy(found) - logits).abs().max() / logits.abs().max()
+    found = answered(file, TOKENS[0].tolist(), 0, tmp_path / "logits.npy")
+    apart = (torch.from_numpy(found.logits) - logits).abs().max() / logits.abs().max()
     print(f"{numbers}: logits at most {apart:.2g} of the largest apart")
     assert apart < APART[numbers]
 
