@@ -470,6 +470,6 @@ def check_objective(recipe: Recipe) -> None:
     for key, value, neutral in settings:
         if value != neutral:
             raise UserError(
-                f"{key} is {json.dumps(value)}, but objective is {name}: its model gives sequences "
-                f"scores, and predicts no tokens. Try --{key} {json.dumps(neutral)}."
+                f"{key} is {json.dumps(value)}, but objective is {name}, whose model predicts no "
+                f"tokens. Try --{key} {json.dumps(neutral)}."
             )
