@@ -177,7 +177,7 @@ class Objective(ABC):
         Returns:
             [sequences, numbers]; those of fillers count for nothing.
         """
-        # Not abstract, as `of_step`: only objectives that observe steps have it.
+        # Not abstract: only objectives that observe steps have it.
         raise NotImplementedError
 
     def of_step(self, observed: Tensor) -> Any:
@@ -189,6 +189,7 @@ class Objective(ABC):
         Args:
             observed: [sequences of the step, numbers], in their order, the same on every rank.
         """
+        # Not abstract, as `observed`.
         raise NotImplementedError
 
 

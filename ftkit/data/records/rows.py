@@ -60,9 +60,9 @@ def values_of_cells(row: Mapping[str, str], columns: Mapping[str, str]) -> dict[
 def _value(cell: str, key: str, senders: Collection[str]) -> Any:
     if key in _VALUES:
         word = cell.strip().lower()  # pandas writes True, spreadsheets TRUE
-        return _parsed(word if word in ("true", "false") else cell)
+        return parsed_cell(word if word in ("true", "false") else cell)
     if key in _TEXTS_OR_TURNS and cell.lstrip().startswith(("[", "{")):
-        value = _parsed(cell)
+        value = parsed_cell(cell)
         turns = value.get("messages", value) if isinstance(value, dict) else value
         turns = turns if isinstance(turns, list) else [turns]
         # Any other JSON is a text of a record about JSON.
@@ -71,7 +71,8 @@ def _value(cell: str, key: str, senders: Collection[str]) -> Any:
     return cell
 
 
-def _parsed(cell: str) -> Any:
+def parsed_cell(cell: str) -> Any:
+    """Read a cell as JSON; what is no JSON stays the text."""
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):

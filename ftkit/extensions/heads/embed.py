@@ -179,7 +179,7 @@ class Embed(Objective):
         queries = torch.div(places[:: self._sequences], self._sequences, rounding_mode="floor")
         loss, *others = of_step.values[queries].sum(0)
         if of_step.gradients is not None:
-            # Its gradient by the vectors is that of the loss; its value is no part of the loss.
+            # It has the gradients of the loss with respect to the vectors, and the value 0.
             products = (pooled(output, batch, self._pooling) * of_step.gradients[places]).sum()
             loss = loss + (products - products.detach())
         return loss, *others

@@ -41,7 +41,7 @@ class WholeReader(RecordReader):
         check_text(second, keys[1])
         is_first = self._form is None
         others = ({key: one for key, one in of.items() if key not in keys} for of in (value, row))
-        # Without the second text, which is no key of a document.
+        # The second text is left out: the reader of one text would refuse its key.
         rest, alone = next(others), next(others) | {"text": first}
         record = super()._record(rest, alone) | {"text_pair": second}
         if is_first and self._form is not None:

@@ -1,7 +1,6 @@
 """Queries with a document that answers them and others that do not, or with a label."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from ftkit.data.records.keys import (
 )
 from ftkit.data.records.media import MEDIA
 from ftkit.data.records.record import Misfit, Record, keys_of, kind_of
+from ftkit.data.records.rows import parsed_cell
 from ftkit.data.records.shape_rows import shape_row
 from ftkit.data.records.shapes import PAIR, RecordReader, check_unweighted, is_preference, recognise
 from ftkit.extensions.chats.conversations import role_of
@@ -305,9 +305,9 @@ def _value_of_cell(key: str, cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     if key in _LABEL:
-        return _parsed(cell)
+        return parsed_cell(cell)
     if key in _LISTS and cell.lstrip().startswith("["):
-        value = _parsed(cell)
+        value = parsed_cell(cell)
         # Any other JSON is a text of a record about JSON.
         if isinstance(value, list) and (
             all(isinstance(one, str) for one in value)
@@ -315,13 +315,6 @@ def _value_of_cell(key: str, cell: Any) -> Any:
         ):
             return value
     return cell
-
-
-def _parsed(cell: str) -> Any:
-    try:
-        return json.loads(cell)
-    except (ValueError, RecursionError):
-        return cell
 
 
 def label_text(target: Sequence[float], **_: Any) -> str:

@@ -275,9 +275,7 @@ class LitgptArchitecture(Architecture):
         if not self.scores:
             return naming
         if not self.scores.names:
-            from ftkit.models.architectures.transformers_outline import base_prefix
-
-            return naming.without_prefix(base_prefix(self.family.class_name))
+            return _without_head(naming, self.family.class_name)
         return dataclasses.replace(naming, modules={**naming.modules, "lm_head": SCORE})
 
     def settings_in(self, layout: ModelLayout) -> dict[str, Any] | None:
@@ -416,3 +414,14 @@ def require_sound(config: Config, file: Path | str) -> None:
             ) from None
     if config.n_layer * config.n_expert > _MOST_EXPERTS_OF_ALL_LAYERS:
         raise implausible(file, f"it has {config.n_layer} layers of {config.n_expert} experts")
+
+
+def _without_head(naming: Naming, class_name: str) -> Naming:
+    """Names in files of transformers' class without an output layer, which lack a beginning."""
+    import transformers
+
+    prefix = f"{getattr(transformers, class_name).base_model_prefix}."
+    return Naming(
+        {ours: theirs.removeprefix(prefix) for ours, theirs in naming.modules.items()},
+        {theirs.removeprefix(prefix): fused for theirs, fused in naming.fused.items()},
+    )

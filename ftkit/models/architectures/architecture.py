@@ -104,13 +104,6 @@ class Naming:
         assert theirs is not None, f"{ours} is not a parameter of this architecture"
         return theirs, None
 
-    def without_prefix(self, prefix: str) -> "Naming":
-        """Copy whose names lack a beginning, as those of a model without an output layer do."""
-        return Naming(
-            {ours: theirs.removeprefix(prefix) for ours, theirs in self.modules.items()},
-            {theirs.removeprefix(prefix): fused for theirs, fused in self.fused.items()},
-        )
-
 
 @dataclass(frozen=True)
 class SameNames(Naming):

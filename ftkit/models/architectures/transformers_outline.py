@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -300,11 +299,6 @@ def base_class_name(model_type: str) -> str | None:
     """Name of the class without an output layer of a model type; None: there is none."""
     name = MODEL_MAPPING_NAMES.get(model_type)
     return name if isinstance(name, str) else None
-
-
-def base_prefix(class_name: str) -> str:
-    """Beginning of names of a class with an output layer that those of its base class lack."""
-    return f"{getattr(transformers, class_name).base_model_prefix}."
 
 
 def causal_class_name(model_type: str) -> str | None:

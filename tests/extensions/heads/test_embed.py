@@ -117,7 +117,7 @@ def test_measures_are_of_the_rank_of_the_right_document() -> None:
     queries = torch.tensor([[1.0, 0.0]]).repeat(12, 1)
     vectors = torch.stack([queries, documents], dim=1)
     vectors[5] = vectors[5, 1]  # an exact match
-    vectors[7, 1] = vectors[6, 1]  # a tie, which is no success
+    vectors[7, 1] = vectors[6, 1]  # equally near as the right one, which does not count as found
     values = Embed(negatives=0).of_step(observed_of(vectors, np.arange(24))).values
     ranks = torch.tensor([1.0, 2, 3, 4, 5, 1, 8, 8, 9, 10, 11, 12])
     torch.testing.assert_close(values[:-1, 3], 1 / ranks)

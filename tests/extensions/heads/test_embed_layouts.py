@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from outcomes import data_of, recipe_of
 from peft import AutoPeftModelForFeatureExtraction
 from rank_jobs import NO_EVALUATION, Case, Entries, Outcome, chosen, make_run, repeated
 from tiny import WORDS
@@ -18,12 +19,9 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from ftkit.cli.app import run
-from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.dataset import DataSets
 from ftkit.data.samples.sampler import EpochOrder
-from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.recipe.objectives import objective_rules
-from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.recipe import Method, Recipe
+from ftkit.recipe.recipe import Method
 from ftkit.runs.report.metrics import read_validation
 
 pytestmark = pytest.mark.slow
@@ -148,17 +146,6 @@ def test_a_resumed_run_has_the_same_bits(found: Found) -> None:
     weights = again.weights()
     for name, tensor in expected.weights().items():
         assert torch.equal(weights[name], tensor), name
-
-
-def recipe_of(outcome: Outcome) -> Recipe:
-    method: Method = "lora" if (outcome.out_dir / "final/adapter_config.json").exists() else "full"
-    return read_recipe([outcome.checkpoint / "recipe.yaml"], [], method=method)
-
-
-def data_of(outcome: Outcome, directory: Path) -> DataSets:
-    recipe = recipe_of(outcome)
-    preference = objective_rules(recipe.objective).preference
-    return load_data(recipe.data, Tokenizer(directory), 200, preference=preference)
 
 
 def vector(model: Any, ids: Any, kind: str) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from messages import message_of, says
+from outcomes import data_of, recipe_of
 from peft import AutoPeftModelForSequenceClassification
 from rank_jobs import NO_EVALUATION, Case, Entries, Outcome, chosen, make_run, repeated
 from safetensors.torch import load_file, save_file
@@ -18,16 +19,14 @@ from tiny import make_classified, make_labelled_queries, make_queries
 from transformers import AutoModelForSequenceClassification
 
 from ftkit.cli.app import run
-from ftkit.data.dataset import DataSets, load_data
+from ftkit.data.dataset import DataSets
 from ftkit.data.samples.sampler import EpochOrder
 from ftkit.evaluation.result import find_result
 from ftkit.extensions.heads.classify import f1_macro
 from ftkit.extensions.publish.model_card import CardKind, card_text, with_name
 from ftkit.models.load_weights import initial_score
 from ftkit.models.pretrained.tokenizer import Tokenizer
-from ftkit.recipe.objectives import objective_rules
-from ftkit.recipe.parsing import read_recipe
-from ftkit.recipe.recipe import Method, Recipe
+from ftkit.recipe.recipe import Method
 from ftkit.runs.report.metrics import read_validation
 
 pytestmark = pytest.mark.slow
@@ -174,17 +173,6 @@ def test_two_ranks_learn_as_one_does(strategy: str, found: Found) -> None:
     assert names
     for name in names:
         assert_same(found[name], found[name[1],])
-
-
-def recipe_of(outcome: Outcome) -> Recipe:
-    method: Method = "lora" if (outcome.out_dir / "final/adapter_config.json").exists() else "full"
-    return read_recipe([outcome.checkpoint / "recipe.yaml"], [], method=method)
-
-
-def data_of(outcome: Outcome, directory: Path) -> DataSets:
-    recipe = recipe_of(outcome)
-    preference = objective_rules(recipe.objective).preference
-    return load_data(recipe.data, Tokenizer(directory), 200, preference=preference)
 
 
 def labels_of(target: Any, problem: str) -> torch.Tensor:
